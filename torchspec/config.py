@@ -52,11 +52,11 @@ class EvalConfig:
     """Evaluation on held-out items with fixed seeds; runs before the first and after the last step too."""
 
     every: int = 20
-    """RL steps between evaluations; 0 evaluates at both ends only."""
+    """Evaluate at the start of steps 1, N+1, 2N+1, ... and after the last; 0 evaluates at both ends only."""
     items: int = 64
     """Held-out items used (at most environment.eval_items)."""
-    sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))
-    """Sampling of evaluation; max_tokens follows rollout.sampling unless it is smaller here."""
+    sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0, max_tokens=0))
+    """Sampling of evaluation; max_tokens = 0 and empty stop_token_ids follow rollout.sampling."""
 
 
 @dataclass
