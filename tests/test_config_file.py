@@ -54,7 +54,7 @@ def test_all_faults_are_told_together():
 def test_overrides_reach_every_kind_of_setting(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(BASE + "[environment.args]\nmin_word_len = 3\n[rollout.sampling]\nmax_tokens = 20\n")
-    config, _ = load_config(path, [
+    config = load_config(path, [
         "--draft.ttt-steps", "2", "--checkpoint.resume", "--draft.tap-ids", "1", "2", "--draft.pass_weights", "1", "0.5",
         "--policy.optimizer.lr", "1e-5", "--device", "cpu", "--metrics.no-tensorboard", "--environment.args.min-word-len", "4",
         "--environment.args.new-key", "[1, 2.5]", "--environment.args.word=plain text", "--draft.args.flag", "true"])

@@ -96,6 +96,19 @@ def test_two_runs_at_once_in_one_folder(folder):
         first.kill()
 
 
+def test_an_interrupt_prints_the_command_that_goes_on(folder, capsys):
+    (folder / "what.txt").write_text("raise Interrupted('Stopped.')")
+    args = ["train", "c.toml", "--environment.args.word", "two words"]
+    assert main(args) == 130
+    assert "--checkpoint.resume" not in capsys.readouterr().err, "there is nothing to go on from"
+    mark = folder / "outputs/c/checkpoints/step-3/COMPLETE"
+    mark.parent.mkdir(parents=True)
+    mark.touch()
+    assert main([*args, "--checkpoint.resume"]) == 130
+    err = capsys.readouterr().err
+    assert "torchspec train c.toml --environment.args.word 'two words' --checkpoint.resume\n" in err
+
+
 def test_words_on_the_command_line(folder, capsys):
     assert main(["--help"]) == 0
     assert main([]) == 2

@@ -25,11 +25,9 @@ from torchspec.validation import validate
 FREE_FIELDS = ("environment.args", "draft.args")  # dict fields whose keys belong to the user's own code
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = (), prog: str = "torchspec train CONFIG.toml",
-                ) -> tuple[Config, str]:
-    """The settings in the TOML file ``path`` with the command line's ``overrides`` on top, checked.
+def load_config(path: str | Path, overrides: Sequence[str] = (), prog: str = "torchspec train CONFIG.toml") -> Config:
+    """The settings in the TOML file ``path`` with the command line's ``overrides`` on top, checked; output_dir filled in.
 
-    Returns the Config (its output_dir is filled in) and its full text as TOML, which reads back to an equal Config.
     Raises ConfigError with one sentence per fault. ``--help`` and a wrong flag leave through tyro's SystemExit (0 and 2).
     """
     path = Path(path)
@@ -38,7 +36,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), prog: str = "to
     if not config.output_dir:
         config = dataclasses.replace(config, output_dir=str(Path("outputs") / path.stem))
     validate(config)
-    return config, config_to_toml(config)
+    return config
 
 
 def read_text(path: Path) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import shlex
 import sys
 import traceback
 from collections.abc import Sequence
@@ -83,14 +84,15 @@ def _fail(error: BaseException, sentence: str, status: int, scene: Scene) -> int
 
 def train(args: list[str], scene: Scene) -> None:
     """``torchspec train CONFIG.toml [overrides]``: settings first, then everything heavy."""
-    from torchspec.config_file import load_config, overlay, write_atomically
+    from torchspec.config_file import config_to_toml, load_config, overlay, write_atomically
 
     if any(a in ("-h", "--help") for a in args) and (not args or args[0].startswith("-")):
         from torchspec.config import Config
 
         overlay(Config(), ["--help"])  # leaves through SystemExit(0)
     path, overrides = _config_argument(args, "train")
-    config, text = load_config(path, overrides, prog=f"torchspec train {path}")
+    config = load_config(path, overrides, prog=f"torchspec train {path}")
+    text = config_to_toml(config)
 
     from torchspec.validation import check_installation
 
@@ -105,6 +107,11 @@ def train(args: list[str], scene: Scene) -> None:
         trainer_class = load_object(config.trainer)
         write_atomically(output_dir / "config.toml", text)
         trainer_class(config, output_dir).run()
+    except Interrupted as error:
+        if not any(output_dir.glob("checkpoints/step-*/COMPLETE")):
+            raise
+        resume = [arg for arg in overrides if arg != "--checkpoint.resume"] + ["--checkpoint.resume"]
+        raise Interrupted(f"{error}\n  {shlex.join(['torchspec', 'train', path, *resume])}") from error
     finally:
         lock.close()
 
@@ -129,7 +136,9 @@ def _open_folder(folder: Path, resume: bool):
         lock.close()
         raise ConfigError(f"output_dir = '{folder}' is being written by another run that is still alive; stop that one, or "
                           "give this one its own --output-dir.") from None
-    earlier = [n for n in ("metrics.jsonl", "samples.jsonl", "checkpoints", "policy", "draft") if (folder / n).exists()]
+    # A run that was stopped before its first checkpoint has none of these, and may simply be started again.
+    earlier = [n for n in ("metrics.jsonl", "samples.jsonl", "policy", "draft") if (folder / n).exists()]
+    earlier += sorted(path.parent.name for path in folder.glob("checkpoints/step-*/COMPLETE"))
     if earlier and not resume:
         lock.close()
         raise ConfigError(f"output_dir = '{folder}' already holds a run ({', '.join(earlier)}); go on with it by "
@@ -152,7 +161,7 @@ def evaluate(args: list[str], scene: Scene) -> None:
     options, overrides = parser.parse_known_args(args)
     from torchspec.config_file import load_config
 
-    config, _ = load_config(options.config, overrides, prog="torchspec eval CONFIG.toml")
+    config = load_config(options.config, overrides, prog="torchspec eval CONFIG.toml")
     for flag, folder in (("--policy", options.policy), ("--draft", options.draft)):
         if folder and not (Path(folder) / "config.json").is_file():
             raise ConfigError(f"{flag} {folder} is not a Hugging Face folder: it has no config.json.")
