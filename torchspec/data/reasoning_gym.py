@@ -1,0 +1,125 @@
+"""Tasks of the reasoning-gym package (0.1.25), with their own scorers.
+
+reasoning-gym generates item i of a data set from (its seed + i), and some of its tasks make all items of a data set at
+construction. So a stream is cut into chunks of ``CHUNK`` items, each chunk a small data set with a seed of its own; that
+makes every task endless, and any item can be had without those before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import enum
+import random
+import typing
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+from torchspec.data.environments import Environment, Item, stable_seed
+from torchspec.errors import ConfigError
+
+CHUNK = 256
+CHUNKS_KEPT = 8
+# numpy's legacy generators, which some tasks use, take seeds below 2^32; the item's number is added to this.
+SEED_RANGE = 2**32 - 2**16
+
+
+class ReasoningGym(Environment):
+    """One reasoning-gym task.
+
+    Args:
+        task: its name, such as "spell_backward".
+        args: settings of the task, the fields of its configuration without ``seed`` and ``size``. A field of an Enum type
+            takes the Enum's value (``transformation = "lowercase"``).
+
+    Raises:
+        ConfigError: unknown task or setting, or one that the task refuses.
+    """
+
+    def __init__(self, task: str, args: dict[str, Any]) -> None:
+        from reasoning_gym.factory import DATASETS
+
+        if task not in DATASETS:
+            near = difflib.get_close_matches(task, DATASETS, n=1)
+            hint = f" Did you mean '{near[0]}'?" if near else f" There are: {', '.join(sorted(DATASETS))}."
+            raise ConfigError(f"environment.name: reasoning-gym has no task '{task}'.{hint}")
+        self.task = task
+        self.args = _checked_args(task, DATASETS[task][1], args)
+        self._chunks: OrderedDict[tuple[int, str, int], Any] = OrderedDict()
+
+    def draw(self, stream: str, index: int) -> Item:
+        chunk, offset = divmod(index, CHUNK)
+        seed = stable_seed(self.seed, self.task, stream, chunk) % SEED_RANGE
+        with _global_generators(seed + offset):
+            entry = self._dataset(seed, stream, chunk)[offset]
+        answer = entry["answer"]
+        return Item(
+            prompt=entry["question"],
+            answer=None if answer is None else str(answer),
+            row=entry,
+        )
+
+    def score(self, item: Item, response: str) -> float:
+        """reasoning-gym's own score of the response, less the white space around it."""
+        dataset = next(reversed(self._chunks.values())) if self._chunks else self._dataset(0, "score", 0)
+        return dataset.score_answer(response.strip(), entry=item.row)
+
+    def _dataset(self, seed: int, stream: str, chunk: int) -> Any:
+        """The data set of a chunk; the last few are kept, since prompts are asked for in order."""
+        key = (seed, stream, chunk)
+        if key not in self._chunks:
+            import reasoning_gym
+
+            try:
+                self._chunks[key] = reasoning_gym.create_dataset(self.task, size=CHUNK, seed=seed, **self.args)
+            except Exception as error:  # the tasks check their settings by assert, or fail on them in their own ways
+                raise ConfigError(
+                    f"reasoning-gym refuses environment.args = {self.args} for '{self.task}': "
+                    f"{type(error).__name__}: {error}."
+                ) from error
+            if len(self._chunks) > CHUNKS_KEPT:
+                self._chunks.popitem(last=False)
+        self._chunks.move_to_end(key)
+        return self._chunks[key]
+
+
+def _checked_args(task: str, config_class: type, args: dict[str, Any]) -> dict[str, Any]:
+    """``args`` with Enum values made Enums; unknown names are refused with the nearest right one."""
+    known = [f.name for f in dataclasses.fields(config_class) if f.init]
+    hints = typing.get_type_hints(config_class)
+    checked = {}
+    for name, value in args.items():
+        if name in ("seed", "size"):
+            raise ConfigError(
+                f"environment.args.{name} cannot be set: items follow from the run's seed, and the stream is endless."
+            )
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"Did you mean '{near[0]}'?" if near else ""
+            settings = ", ".join(n for n in known if n not in ("seed", "size"))
+            raise ConfigError(f"environment.args.{name}: '{task}' has no such setting. {hint} It has: {settings}.")
+        kind = hints.get(name)
+        if isinstance(kind, type) and issubclass(kind, enum.Enum) and not isinstance(value, kind):
+            values = [member.value for member in kind]
+            if value not in values:
+                raise ConfigError(f"environment.args.{name} = {value!r} must be one of {values}.")
+            value = kind(value)
+        checked[name] = value
+    return checked
+
+
+@contextlib.contextmanager
+def _global_generators(seed: int) -> Iterator[None]:
+    """Seed Python's and numpy's global generators for a moment: a few tasks draw from them, and they are not ours."""
+    import numpy
+
+    python_state, numpy_state = random.getstate(), numpy.random.get_state()
+    random.seed(seed)
+    numpy.random.seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        numpy.random.set_state(numpy_state)
