@@ -143,10 +143,10 @@ def test_wandb_is_optional_and_gets_the_same_numbers(tmp_path, monkeypatch):
         inits.append(kw)
         return types.SimpleNamespace(log=lambda values, step: got.append((step, values)), finish=lambda: got.append("end"))
 
-    fake = types.SimpleNamespace(util=types.SimpleNamespace(generate_id=lambda: "abc"), init=init)
-    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
     for _ in range(2):
         with MetricsLog(tmp_path, config) as log:
             log.log(1, {"a": 1.5, "b": math.nan, "c": "text"})
     assert got == [(1, {"a": 1.5}), "end"] * 2
-    assert [i["id"] for i in inits] == ["abc", "abc"] and inits[0]["config"]["draft"]["ttt_steps"] == 3
+    assert inits[0]["id"] == inits[1]["id"] and len(inits[0]["id"]) == 8, "a resumed run goes on in the same W&B run"
+    assert inits[0]["resume"] == "allow" and inits[0]["config"]["draft"]["ttt_steps"] == 3

@@ -10,6 +10,7 @@ import json
 import math
 import numbers
 import os
+import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -79,7 +80,7 @@ class MetricsLog:
                               "false.") from error
         identity = self.output_dir / "wandb_id.txt"  # so that a resumed run goes on in the same W&B run
         if not identity.exists():
-            identity.write_text(wandb.util.generate_id())
+            identity.write_text(secrets.token_hex(4))
         return wandb.init(project=config.metrics.wandb_project, name=self.output_dir.name, dir=str(self.output_dir),
                           id=identity.read_text().strip(), resume="allow", config=dataclasses.asdict(config))
 
