@@ -1,0 +1,115 @@
+"""Who holds which token: documents packed one after the other, dealt out to context-parallel ranks in zigzag.
+
+Legend: T rows of this rank, C context-parallel size (``cp_size``), n = padded length of a document / 2C.
+
+With C = 1 a pack is the documents' tokens, nothing else.  With C > 1 every document is padded to a multiple of 2C and
+cut into 2C chunks of n rows; rank r holds chunks r and 2C-1-r of *every* document.  Two documents of 7 and 3 tokens,
+C = 2 (digits: position in the document, ``-``: padding)::
+
+    pack    0 1 2 3 4 5 6 -   0 1 2 -
+    rank 0  0 1 . . . . 6 -   0 . . -
+    rank 1  . . 2 3 4 5 . .   . 1 2 .
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torchspec.attention.view import chunks_of
+
+
+class PackedZigzag:
+    """The layout of one pack on one rank.
+
+    Args:
+        doc_lengths: real tokens of each document, all at least 1.
+        cp_size, cp_rank: context-parallel size and this rank.
+        device: where the per-token tensors live.
+
+    Attributes:
+        doc_lengths, padded_lengths: tuples of int; equal for C = 1, else padded to a multiple of 2C.
+        num_tokens: rows that this rank holds (T); num_tokens_global: padded rows of the pack.
+        cu_seqlens: int32 [documents + 1], borders of the padded documents in the whole pack.
+        max_seqlen: the longest padded document.
+        positions_T, doc_ids_T, doc_end_T: int64 [T]; position in the document, document, and the document's real
+            length (a row is padding when ``positions_T >= doc_end_T``).
+        real_T: bool [T], False on padding.
+    """
+
+    def __init__(self, doc_lengths: Sequence[int], *, cp_size: int = 1, cp_rank: int = 0, device="cpu"):
+        self.doc_lengths = tuple(int(length) for length in doc_lengths)
+        if not self.doc_lengths or min(self.doc_lengths) < 1:
+            raise ValueError(f"A pack needs documents of at least one token; got lengths {list(self.doc_lengths)}.")
+        if not 0 <= cp_rank < cp_size:
+            raise ValueError(f"Context-parallel rank {cp_rank} does not exist among {cp_size} ranks.")
+        multiple = 1 if cp_size == 1 else 2 * cp_size
+        self.padded_lengths = tuple(-(-length // multiple) * multiple for length in self.doc_lengths)
+        self.cp_size, self.cp_rank, self.device = cp_size, cp_rank, torch.device(device)
+        self.num_tokens_global = sum(self.padded_lengths)
+        self.num_tokens = self.num_tokens_global // cp_size
+        self.max_seqlen = max(self.padded_lengths)
+
+        lengths = torch.tensor(self.padded_lengths)
+        starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        self.cu_seqlens = starts.to(torch.int32).to(device)
+        self._rows_of_rank = [self._global_rows(rank, lengths, starts) for rank in range(cp_size)]
+        rows = self._rows_of_rank[cp_rank]
+        documents = torch.bucketize(rows, starts[1:], right=True)
+        self.positions_T = (rows - starts[documents]).to(device)
+        self.doc_ids_T = documents.to(device)
+        self.doc_end_T = torch.tensor(self.doc_lengths)[documents].to(device)
+        self.real_T = self.positions_T < self.doc_end_T
+
+    def _global_rows(self, rank: int, lengths: Tensor, starts: Tensor) -> Tensor:
+        """Rows of the whole (padded) pack that ``rank`` holds, in the order in which it holds them: int64 [T]."""
+        if self.cp_size == 1:
+            return torch.arange(self.num_tokens_global)
+        n = lengths // (2 * self.cp_size)
+        first, second = chunks_of(rank, self.cp_size)
+        chunk_starts = torch.stack([starts[:-1] + first * n, starts[:-1] + second * n], dim=1).flatten()
+        chunk_lengths = n.repeat_interleave(2)
+        offsets = torch.nn.functional.pad(chunk_lengths.cumsum(0), (1, 0))[:-1]
+        return torch.repeat_interleave(chunk_starts - offsets, chunk_lengths) + torch.arange(self.num_tokens)
+
+    def shift(self, x_T: Tensor, n: int) -> Tensor:
+        """The row ``n`` later in the same document, zeros past the document's real end (padding is never read).
+
+        x: [T, ...] of any dtype (ids, masks, hidden rows); differentiable; n >= 0.  Raises ValueError for another
+        number of rows.
+        """
+        if x_T.shape[0] != self.num_tokens:
+            raise ValueError(f"shift wants the {self.num_tokens} rows of this layout; got {tuple(x_T.shape)}.")
+        if n < 0:
+            raise ValueError(f"shift moves rows from later positions, n >= 0; got {n}.")
+        if self.cp_size > 1:
+            raise NotImplementedError("shift between context-parallel ranks needs the layout of a cp mesh.")
+        n_rows = min(n, self.num_tokens)
+        later_T = torch.cat([x_T[n_rows:], x_T.new_zeros(n_rows, *x_T.shape[1:])])
+        inside_T = self.positions_T + n < self.doc_end_T
+        return torch.where(inside_T.view(-1, *[1] * (x_T.dim() - 1)), later_T, torch.zeros_like(later_T))
+
+    def shard(self, x_global: Tensor) -> Tensor:
+        """This rank's rows of a per-token tensor of the real pack, [sum(doc_lengths), ...]; zeros on padding."""
+        total = sum(self.doc_lengths)
+        if x_global.shape[0] != total:
+            raise ValueError(f"shard wants the pack's {total} real tokens; got {tuple(x_global.shape)}.")
+        if self.cp_size == 1:
+            return x_global
+        real_starts = torch.tensor([0, *self.doc_lengths]).cumsum(0)[:-1].to(x_global.device)
+        real_T = self.real_T.to(x_global.device)
+        rows = real_starts[self.doc_ids_T.to(x_global.device)] + self.positions_T.to(x_global.device)
+        picked = x_global[torch.where(real_T, rows, 0)]
+        return torch.where(real_T.view(-1, *[1] * (picked.dim() - 1)), picked, torch.zeros_like(picked))
+
+    def unshard(self, shards: Sequence[Tensor]) -> Tensor:
+        """The per-token tensor of the real pack, [sum(doc_lengths), ...], from the rows of every rank in order."""
+        if len(shards) != self.cp_size or any(x.shape[0] != self.num_tokens for x in shards):
+            raise ValueError(f"unshard wants {self.cp_size} shards of {self.num_tokens} rows each.")
+        rows = torch.cat(self._rows_of_rank).to(shards[0].device)
+        padded = torch.empty_like(torch.cat(list(shards)))
+        padded[rows] = torch.cat(list(shards))
+        keep = torch.cat([torch.arange(p) < r for p, r in zip(self.padded_lengths, self.doc_lengths)])
+        return padded[keep.to(padded.device)]
