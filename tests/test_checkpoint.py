@@ -1,0 +1,62 @@
+"""Checkpoints: complete or absent, also when the disk fills up or a file rots."""
+
+import pytest
+import torch
+
+from torchspec import checkpoint
+from torchspec.errors import RunError
+
+
+def state(value):
+    return {"step": value, "weights": {"w": torch.full((3,), float(value))}}
+
+
+def test_round_trip_newest_and_chosen(tmp_path):
+    for step in (0, 2, 10):
+        checkpoint.save_checkpoint(tmp_path, step, state(step), keep=0)
+    assert checkpoint.complete_steps(tmp_path) == [0, 2, 10]
+    assert torch.equal(checkpoint.load_checkpoint(tmp_path)["weights"]["w"], torch.full((3,), 10.0))
+    assert checkpoint.load_checkpoint(tmp_path, 2)["step"] == 2
+
+
+def test_only_the_newest_are_kept(tmp_path):
+    for step in (8, 9, 10, 11):
+        checkpoint.save_checkpoint(tmp_path, step, state(step), keep=2)
+    assert checkpoint.complete_steps(tmp_path) == [10, 11]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-10", "step-11"]
+
+
+def test_one_without_its_mark_does_not_count_and_is_written_anew(tmp_path):
+    checkpoint.save_checkpoint(tmp_path, 1, state(1), keep=0)
+    (tmp_path / "step-2").mkdir()
+    (tmp_path / "step-2" / "state.pt").write_bytes(b"half")
+    assert checkpoint.load_checkpoint(tmp_path)["step"] == 1
+    checkpoint.save_checkpoint(tmp_path, 2, state(2), keep=0)
+    assert checkpoint.load_checkpoint(tmp_path)["step"] == 2
+
+
+def test_full_disk_leaves_the_earlier_ones(tmp_path, monkeypatch):
+    checkpoint.save_checkpoint(tmp_path, 1, state(1), keep=1)
+
+    def full(obj, path):
+        path.write_bytes(b"some of it")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(RunError, match=r"step 2 could not be written.*No space left.*kept: \[1\]"):
+        checkpoint.save_checkpoint(tmp_path, 2, state(2), keep=1)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-1"]
+    assert checkpoint.load_checkpoint(tmp_path)["step"] == 1
+
+
+def test_corrupt_and_missing_are_sentences(tmp_path):
+    with pytest.raises(RunError, match="no complete checkpoint"):
+        checkpoint.load_checkpoint(tmp_path)
+    for step in (1, 2):
+        checkpoint.save_checkpoint(tmp_path, step, state(step), keep=0)
+    with pytest.raises(RunError, match=r"of step 7 .* steps \[1, 2\]"):
+        checkpoint.load_checkpoint(tmp_path, 7)
+    file = tmp_path / "step-2" / "state.pt"
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(RunError, match=r"does not read.*steps \[1\]"):
+        checkpoint.load_checkpoint(tmp_path)
