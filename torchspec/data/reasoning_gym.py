@@ -53,7 +53,13 @@ class ReasoningGym(Environment):
         chunk, offset = divmod(index, CHUNK)
         seed = stable_seed(self.seed, self.task, stream, chunk) % SEED_RANGE
         with _global_generators(seed + offset):
-            entry = self._dataset(seed, stream, chunk)[offset]
+            try:
+                entry = self._dataset(seed, stream, chunk)[offset]
+            except Exception as error:  # the tasks check their settings by assert, or fail on them in their own ways
+                raise ConfigError(
+                    f"reasoning-gym refuses environment.args = {self.args} for '{self.task}': "
+                    f"{type(error).__name__}: {error}."
+                ) from error
         answer = entry["answer"]
         return Item(
             prompt=entry["question"],
@@ -72,13 +78,7 @@ class ReasoningGym(Environment):
         if key not in self._chunks:
             import reasoning_gym
 
-            try:
-                self._chunks[key] = reasoning_gym.create_dataset(self.task, size=CHUNK, seed=seed, **self.args)
-            except Exception as error:  # the tasks check their settings by assert, or fail on them in their own ways
-                raise ConfigError(
-                    f"reasoning-gym refuses environment.args = {self.args} for '{self.task}': "
-                    f"{type(error).__name__}: {error}."
-                ) from error
+            self._chunks[key] = reasoning_gym.create_dataset(self.task, size=CHUNK, seed=seed, **self.args)
             if len(self._chunks) > CHUNKS_KEPT:
                 self._chunks.popitem(last=False)
         self._chunks.move_to_end(key)

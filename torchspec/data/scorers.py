@@ -11,7 +11,7 @@ from torchspec.errors import ConfigError
 
 Scorer = Callable[[Any, str, Any, dict[str, Any]], "float | dict[str, float]"]
 
-_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d+)?")
+_NUMBER = re.compile(r"[-+]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
 RELATIVE_TOLERANCE = 1e-6
 
 
@@ -38,8 +38,6 @@ def numbers_in(text: str) -> list[float]:
     found = []
     for match in _NUMBER.finditer(text):
         token = match.group()
-        if not any(c.isdigit() for c in token):
-            continue
         before = text[match.start() - 1] if match.start() else " "
         if token[0] in "+-" and (before.isalnum() or before == ")"):
             token = token[1:]  # "10-3" is a difference, and its last number is 3
