@@ -56,12 +56,12 @@ def _window_tiles(s: Segment, window: int) -> list[Tile]:
     return tiles
 
 
-def tiles_of(view: TrunkView) -> list[Tile]:
+def tiles_of(view: TrunkView, q_rows: int, k_rows: int) -> list[Tile]:
     """Cuts the visible rectangle of every segment into tiles that the kernel can run."""
     tiles: list[Tile] = []
-    seen: set[int] = set()
+    seen: set[int] = set()  # first query rows of the segments met so far: segments share all query rows or none
     windowed = 0 < view.window < view.max_seqlen
-    for s in segments(view):
+    for s in segments(view, q_rows, k_rows):
         if windowed:
             tiles += _window_tiles(s, view.window)
             continue
@@ -99,7 +99,7 @@ def trunk_forward(q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, view: TrunkView, 
     q_THD, k_SGD, v_SGD = q_THD.to(dtype), k_SGD.to(dtype), v_SGD.to(dtype)
     out_THD = torch.zeros(q_THD.shape, dtype=dtype)
     lse_TH = torch.full(q_THD.shape[:2], -torch.inf, dtype=dtype)
-    for tile in tiles_of(view):
+    for tile in tiles_of(view, q_THD.shape[0], k_SGD.shape[0]):
         rows, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
         o, lse = _forward(
             _heads_first(q_THD[rows]), _heads_first(k_SGD[keys]), _heads_first(v_SGD[keys]), 0.0, tile.causal,
@@ -127,7 +127,7 @@ def trunk_backward(
     do_THD, q_THD, k_SGD, v_SGD, out_THD = (x.to(dtype) for x in (do_THD, q_THD, k_SGD, v_SGD, out_THD))
     dq_THD = torch.zeros(q_THD.shape, dtype=dtype)
     dk_SGD, dv_SGD = torch.zeros(k_SGD.shape, dtype=dtype), torch.zeros(v_SGD.shape, dtype=dtype)
-    for tile in tiles_of(view):
+    for tile in tiles_of(view, q_THD.shape[0], k_SGD.shape[0]):
         rows, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
         dq, dk, dv = _backward(
             _heads_first(do_THD[rows]), _heads_first(q_THD[rows]), _heads_first(k_SGD[keys]),

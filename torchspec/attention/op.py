@@ -31,13 +31,14 @@ from torchspec.attention.merge import accumulation_dtype, branch_backward, branc
 from torchspec.attention.view import TrunkView
 
 _COMMON = (
-    "Tensor[] carriers, Tensor cu_seqlens, SymInt max_seqlen, float scale, SymInt window, int cp_size, int cp_rank, "
-    "str transport"
+    "Tensor cu_seqlens, SymInt max_seqlen, float scale, SymInt window, int cp_size, int cp_rank, str transport"
 )
-_FORWARD_SCHEMA = f"(Tensor q, Tensor k0, Tensor v0, Tensor[] kb, Tensor[] vb, {_COMMON}) -> (Tensor, Tensor)"
+_FORWARD_SCHEMA = (
+    f"(Tensor q, Tensor k0, Tensor v0, Tensor[] kb, Tensor[] vb, Tensor[] carriers, {_COMMON}) -> (Tensor, Tensor)"
+)
 _BACKWARD_SCHEMA = (
     "(Tensor do, Tensor? dlse, Tensor q, Tensor k0, Tensor v0, Tensor[] kb, Tensor[] vb, Tensor out, Tensor lse, "
-    f"{_COMMON}) -> (Tensor, Tensor, Tensor, Tensor[], Tensor[])"
+    f"bool wide, {_COMMON}) -> (Tensor, Tensor, Tensor, Tensor[], Tensor[])"
 )
 
 
@@ -85,28 +86,28 @@ def augment_for_lse_gradient(do, dlse, q, k0, v0, out):
 
 @torch.library.custom_op("torchspec::branch_attention_backward", mutates_args=(), schema=_BACKWARD_SCHEMA)
 def branch_attention_backward_op(
-    do, dlse, q, k0, v0, kb, vb, out, lse, carriers, cu_seqlens, max_seqlen, scale, window, cp_size, cp_rank, transport
+    do, dlse, q, k0, v0, kb, vb, out, lse, wide, cu_seqlens, max_seqlen, scale, window, cp_size, cp_rank, transport
 ):
-    """(dq, dk0, dv0, dkb, dvb) from the joint (out, lse); with ``carriers`` all but dq in the accumulation dtype."""
+    """(dq, dk0, dv0, dkb, dvb) from the joint (out, lse); if ``wide``, all but dq in the accumulation dtype."""
     view = TrunkView(cu_seqlens, max_seqlen, window, cp_size, cp_rank)
     do, dim = do.contiguous(), q.shape[-1]
     dq_branch, dkb, dvb = branch_backward(do, dlse, q, out, lse, kb, vb, scale)
-    wide = (do, q, k0, v0, out) if dlse is None else augment_for_lse_gradient(do, dlse, q, k0, v0, out)
-    dq, dk0, dv0 = kernel_for(q).trunk_backward(*wide, lse, view, scale)
+    padded = (do, q, k0, v0, out) if dlse is None else augment_for_lse_gradient(do, dlse, q, k0, v0, out)
+    dq, dk0, dv0 = kernel_for(q).trunk_backward(*padded, lse, view, scale)
     if dlse is not None:
         dq, dk0, dv0 = dq[..., :dim], dk0[..., :dim], dv0[..., :dim]
     if dq_branch is not None:
         dq = dq.to(dq_branch.dtype) + dq_branch
-    narrow = accumulation_dtype(q.dtype) if carriers else q.dtype
-    finish = lambda x: x.to(narrow).contiguous()  # noqa: E731
+    dtype = accumulation_dtype(q.dtype) if wide else q.dtype
+    finish = lambda x: x.to(dtype).contiguous()  # noqa: E731
     return dq.to(q.dtype).contiguous(), finish(dk0), finish(dv0), [finish(x) for x in dkb], [finish(x) for x in dvb]
 
 
 @branch_attention_backward_op.register_fake
 def _(
-    do, dlse, q, k0, v0, kb, vb, out, lse, carriers, cu_seqlens, max_seqlen, scale, window, cp_size, cp_rank, transport
+    do, dlse, q, k0, v0, kb, vb, out, lse, wide, cu_seqlens, max_seqlen, scale, window, cp_size, cp_rank, transport
 ):
-    dtype = accumulation_dtype(q.dtype) if carriers else q.dtype
+    dtype = accumulation_dtype(q.dtype) if wide else q.dtype
     like = lambda x: x.new_empty(x.shape, dtype=dtype)  # noqa: E731
     return q.new_empty(q.shape), like(k0), like(v0), [like(x) for x in kb], [like(x) for x in vb]
 
@@ -116,22 +117,22 @@ def _setup_context(ctx, inputs, output):
     ctx.branches, ctx.num_carriers = len(kb), len(carriers)
     # an unused lse must arrive as None, not as zeros: its gradient costs a wider backward
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k0, v0, *kb, *vb, *output, cu_seqlens, *carriers)
+    ctx.save_for_backward(q, k0, v0, *kb, *vb, *output, cu_seqlens)
 
 
 def _backward(ctx, do, dlse):
     q, k0, v0, *rest = ctx.saved_tensors
     n = ctx.branches
-    kb, vb, (out, lse, cu_seqlens), carriers = rest[:n], rest[n : 2 * n], rest[2 * n : 2 * n + 3], rest[2 * n + 3 :]
+    kb, vb, (out, lse, cu_seqlens) = rest[:n], rest[n : 2 * n], rest[2 * n :]
     no_scalars = (None,) * (1 + len(ctx.scalars))
     if do is None and dlse is None:
-        return (None, None, None, [None] * n, [None] * n, [None] * len(carriers), *no_scalars)
+        return (None, None, None, [None] * n, [None] * n, [None] * ctx.num_carriers, *no_scalars)
     if do is None:
         do = torch.zeros_like(out)
     dq, dk0, dv0, dkb, dvb = torch.ops.torchspec.branch_attention_backward(
-        do, dlse, q, k0, v0, kb, vb, out, lse, carriers, cu_seqlens, *ctx.scalars
+        do, dlse, q, k0, v0, kb, vb, out, lse, ctx.num_carriers > 0, cu_seqlens, *ctx.scalars
     )
-    if carriers:
+    if ctx.num_carriers:
         return (dq, None, None, [None] * n, [None] * n, [dk0, dv0, *dkb, *dvb], *no_scalars)
     return (dq, dk0, dv0, dkb, dvb, [], *no_scalars)
 

@@ -52,10 +52,19 @@ def chunks_of(rank: int, cp_size: int) -> tuple[int, int]:
     return rank, 2 * cp_size - 1 - rank
 
 
-def segments(view: TrunkView) -> list[Segment]:
-    """The pairs of row ranges of ``view`` in which at least one key may be visible (host side: reads cu_seqlens)."""
+def segments(view: TrunkView, q_rows: int, k_rows: int) -> list[Segment]:
+    """The pairs of row ranges of ``view`` in which at least one key may be visible (host side: reads cu_seqlens).
+
+    ``q_rows``, ``k_rows`` are the rows of the tensors; a ValueError says when cu_seqlens does not describe them.
+    """
     cu = view.cu_seqlens.tolist()
     size = view.cp_size
+    held = cu[-1] if view.k_rank == FULL else cu[-1] // size
+    if (q_rows, k_rows) != (cu[-1] // size, held):
+        raise ValueError(
+            f"cu_seqlens end at row {cu[-1]}, which over {size} context-parallel rank(s) makes {cu[-1] // size} query "
+            f"and {held} key rows; got {q_rows} and {k_rows}."
+        )
     found = []
     for start, end in zip(cu[:-1], cu[1:]):
         length = end - start
