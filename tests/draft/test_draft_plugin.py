@@ -10,13 +10,15 @@ from torchspec.draft.base import Draft, build_draft
 from torchspec.draft.config import DraftConfig
 
 SOURCE = '''
+from dataclasses import replace
+
 from torchspec.draft.eagle3 import Eagle3Draft
 
 class Halved(Eagle3Draft):
     """A research draft: feeds half of the taps."""
     def __init__(self, shape, config):
-        self.factor = config.args.pop("factor")
-        super().__init__(shape, config)
+        super().__init__(shape, replace(config, args={}))
+        self.factor = config.args["factor"]
 
     def _first_hidden(self, taps):
         return self.factor * super()._first_hidden(taps)

@@ -179,10 +179,9 @@ def test_compute_dtype_is_cast_at_use():
     layout = PackedZigzag([6])
     exact = draft(taps, embed, layout)
     assert all(out.dtype == torch.float32 for out in exact)
-    assert draft.head_weight is draft.lm_head.weight
     draft.compute_dtype = torch.bfloat16
     rounded = draft(taps, embed, layout)
-    assert all(out.dtype == torch.bfloat16 for out in rounded) and draft.head_weight.dtype == torch.bfloat16
+    assert all(out.dtype == torch.bfloat16 for out in rounded)
     assert all((a - b).abs().max() < 0.1 for a, b in zip(exact, rounded, strict=True))
     rounded[1].float().sum().backward()
     assert draft.midlayer.self_attn.q_proj.weight.grad.dtype == torch.float32

@@ -86,7 +86,7 @@ class Draft(nn.Module, abc.ABC):
     @property
     @abc.abstractmethod
     def head_weight(self) -> Tensor:
-        """Output head [Vd,E], with autograd to the master weight."""
+        """Output head [Vd,E], the master weight."""
 
     @abc.abstractmethod
     def targets(

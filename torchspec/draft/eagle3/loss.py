@@ -63,16 +63,18 @@ def eagle3_targets(
     hidden_RE, anchors_KR = teacher_table(layout, policy_hidden_TE.detach(), mask_T, passes)
     # The same rows as the hidden states': under context parallelism some of them come from other ranks.
     next_ids_R, _ = teacher_table(layout, layout.shift(tokens_T, 1), mask_T, passes)
-    hard = config.objective == "hard_ce"
-    if draft.d2t is not None and (hard or config.position_gate):
-        anchors_KR = gate_anchors(
-            hidden_RE,
-            policy_head_VE.detach(),
-            anchors_KR,
-            draft.d2t,
-            target_ids_R=next_ids_R if hard else None,
-            chunk_rows=chunk_rows,
-        )
+    if draft.d2t is not None:
+        gates = [next_ids_R] if config.objective == "hard_ce" else []
+        gates += [None] if config.position_gate else []
+        for target_ids_R in gates:
+            anchors_KR = gate_anchors(
+                hidden_RE,
+                policy_head_VE.detach(),
+                anchors_KR,
+                draft.d2t,
+                target_ids_R=target_ids_R,
+                chunk_rows=chunk_rows,
+            )
     return Targets(hidden_RE, anchors_KR, next_ids_R, (anchors_KR >= 0).sum(dim=1))
 
 

@@ -271,8 +271,8 @@ class Eagle3Draft(Draft):
 
     @property
     def head_weight(self) -> Tensor:
-        """Output head [Vd,E] in the compute dtype, with autograd to the master weight."""
-        return self.lm_head.weight.to(self.compute_dtype)
+        """Output head [Vd,E], the master weight; the loss casts it and returns its gradient unrounded."""
+        return self.lm_head.weight
 
     def forward(self, taps: list[Tensor], embed_TE: Tensor, layout: PackedZigzag) -> list[Tensor]:
         """The whole unroll, in one call so that an FSDP root gathers the weights once.
@@ -342,7 +342,7 @@ class Eagle3Draft(Draft):
 
     def _argmax(self, normed_TE: Tensor) -> Tensor:
         """Most likely policy token of each row, a block of rows at a time."""
-        head_VdE = self.head_weight
+        head_VdE = self.head_weight.to(self.compute_dtype)
         index_T = torch.cat([(rows @ head_VdE.T).argmax(dim=-1) for rows in normed_TE.split(ARGMAX_ROWS)])
         return index_T if self.d2t is None else index_T + self.d2t[index_T]
 
