@@ -21,6 +21,10 @@ _GROUPS: dict[str, dist.ProcessGroup] = {}
 # handful of operations that touch it.
 BLOCK_ELEMENTS = 512 * 1024
 
+# Stands for a logit of minus infinity: its probability is exactly 0 beside any real logit, yet its logarithm, which the
+# reverse KL needs, is finite and leaves room for gradients in fp32.
+SWITCHED_OFF = -1e6
+
 
 class LogitTransform(NamedTuple):
     """What a model does between its last hidden state and its softmax: ``cap * tanh(scale * (h W^T + bias) / cap)``."""
@@ -116,10 +120,10 @@ class VocabComm:
 
 
 def finite_bias(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """The bias in the dtype of the logits, with minus infinity replaced by a huge negative number: 0 * -inf is NaN."""
+    """The bias in the dtype of the logits, minus infinity replaced by ``SWITCHED_OFF``: 0 * -inf would be NaN."""
     if bias is None:
         return None
-    return bias.detach().to(dtype).clamp_min(torch.finfo(dtype).min / 4)
+    return bias.detach().to(dtype).clamp_min(SWITCHED_OFF)
 
 
 def chunk_logits(hidden_nE: Tensor, head_VE: Tensor, transform: LogitTransform, out_nV: Tensor) -> Tensor:

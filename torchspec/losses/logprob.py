@@ -30,7 +30,7 @@ def token_logprobs(
     *,
     temperature: float = 1.0,
     chunk_rows: int = 1024,
-    need_entropy: bool = False,
+    need_entropy: bool = True,
     transform: LogitTransform | None = None,
     vocab_group: str = "",
 ) -> tuple[Tensor, Tensor]:
@@ -41,7 +41,7 @@ def token_logprobs(
         head_VE: the head; cast to the dtype of ``hidden_TE``. Its gradient is summed over chunks in fp32.
         targets_T: int64 next-token ids; -1 marks a row that is not wanted: it costs nothing, and gives 0 and no gradient.
         temperature: above 0.
-        need_entropy: else the entropy is zeros.
+        need_entropy: False spares an exponential where the entropy is not read; it is then zeros.
         transform: softcap, scale and bias of the policy's head; the bias gets no gradient here.
         vocab_group: name from ``register_vocab_group`` when the head is split by rows over that group. The gradient of
             the hidden rows is then already summed over the group.
