@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import os
 import shlex
+import shutil
 import sys
 import traceback
 from collections.abc import Sequence
@@ -111,9 +113,17 @@ def train(args: list[str], scene: Scene) -> None:
         if not any(output_dir.glob("checkpoints/step-*/COMPLETE")):
             raise
         resume = [arg for arg in overrides if arg != "--checkpoint.resume"] + ["--checkpoint.resume"]
-        raise Interrupted(f"{error}\n  {shlex.join(['torchspec', 'train', path, *resume])}") from error
+        raise Interrupted(f"{error}\n  {shlex.join([_program(), 'train', path, *resume])}") from error
     finally:
         lock.close()
+
+
+def _program() -> str:
+    """How the user can call this program again: by name where the PATH finds it, else by its path."""
+    called = sys.argv[0]
+    if Path(called).name != "torchspec" or shutil.which("torchspec") == called:
+        return "torchspec"
+    return min(called, os.path.relpath(called), key=len)
 
 
 def _config_argument(args: list[str], command: str) -> tuple[str, list[str]]:
