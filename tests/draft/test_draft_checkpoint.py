@@ -285,6 +285,7 @@ def test_tap_ids_are_checked(ids, words):
         ({"vocab_size": 12}, "more than the policy's 11"),
         ({"num_kv_heads": 2}, "does not divide its num_heads"),
         ({"head_dim": 5}, "an even one"),
+        ({"num_heads": 5, "num_kv_heads": 1}, "does not divide the hidden size"),
         ({"tap_ids": (1, 9)}, "which the policy's 6 layers do not have"),
         ({"pass_weights": (1.0,), "ttt_steps": 2}, "1 numbers for 2 passes"),
         ({"args": {"depth": 2}}, "draft.args has depth"),

@@ -154,9 +154,9 @@ def test_a_pack_without_a_trained_token_keeps_the_graph():
 def test_training_learns_a_deterministic_policy():
     """A policy that always continues the same cycle of tokens: the draft must guess every pass right after some steps."""
     torch.manual_seed(0)
-    draft = random_draft(27, dtype=torch.float32, shape=policy_shape(hidden_size=16), ttt_steps=3)
-    table_VE = torch.randn(11, 16)
-    head_VE = 3 * torch.randn(11, 16)
+    draft = random_draft(27, dtype=torch.float32, shape=policy_shape(hidden_size=18), ttt_steps=3)
+    table_VE = torch.randn(11, 18)
+    head_VE = 3 * torch.randn(11, 18)
     tokens_T = torch.arange(44) % 11
     hidden_TE = torch.linalg.lstsq(head_VE, 20 * torch.eye(11)).solution.T[(tokens_T + 1) % 11]
     head_VE = head_VE.detach()
