@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchspec.losses.logits import LogitTransform, VocabComm, accumulate_dtype, chunk_logits, finite_bias
+from torchspec.losses.logits import LogitTransform, VocabComm, accumulate_dtype, chunk_logits, finite_bias, row_max
 
 
 def _sources(layout, mask_T: Tensor, num_passes: int, rows_T: Tensor) -> Tensor:
@@ -120,6 +120,6 @@ def gate_anchors(
     keep_R = torch.zeros(anchors_KR.shape[1], dtype=torch.bool, device=head.device)
     for part in rows.split(chunk_rows):
         z_nV = chunk_logits(teacher_hidden_RE.detach()[part], head, transform, out_nV[: part.numel()])
-        _, top_n = comm.argmax(*z_nV.max(-1), head=0)
+        _, top_n = comm.argmax(*row_max(z_nV), head=0)
         keep_R[part] = index_V[top_n] >= 0
     return torch.where(keep_R, anchors_KR, -1)

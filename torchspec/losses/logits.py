@@ -107,16 +107,15 @@ class VocabComm:
         # A NaN row has no winner; any valid index will do, the row is reported as NaN elsewhere.
         return top, index.clamp_(max=self.totals[head] - 1)
 
-    def pick(self, rows_nV: Tensor, index_n: Tensor, head: int) -> Tensor:
-        """rows[i, index[i]] for global column indices; rows of other ranks come from their owner."""
+    def pick(self, x_nV: Tensor, row_m: Tensor, column_m: Tensor, head: int) -> Tensor:
+        """x[row, column] for global column indices; an entry that another rank holds comes from it."""
         if self.group is None:
-            return rows_nV.gather(1, index_n[:, None]).squeeze(1)
-        local = index_n - self.offsets[head]
-        mine = (local >= 0) & (local < rows_nV.shape[1])
-        if rows_nV.shape[1] == 0:
-            return self.sum(torch.zeros_like(index_n, dtype=rows_nV.dtype))
-        got = rows_nV.gather(1, local.clamp(0, rows_nV.shape[1] - 1)[:, None]).squeeze(1)
-        return self.sum(torch.where(mine, got, 0))
+            return x_nV[row_m, column_m]
+        local_m = column_m - self.offsets[head]
+        mine_m = (local_m >= 0) & (local_m < x_nV.shape[1])
+        picked_m = x_nV.new_zeros(row_m.shape[0])
+        picked_m[mine_m] = x_nV[row_m[mine_m], local_m[mine_m]]
+        return self.sum(picked_m)
 
 
 def finite_bias(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -151,3 +150,15 @@ def row_dot(a_nV: Tensor, b_nV: Tensor) -> Tensor:
     if a_nV.shape[0] == 0 or a_nV.shape[1] == 0:
         return a_nV.new_zeros(a_nV.shape[0])
     return torch.bmm(a_nV[:, None, :], b_nV[:, :, None]).view(-1)
+
+
+def row_max(x_nV: Tensor) -> tuple[Tensor, Tensor]:
+    """Maximum of each row and its index; -inf and 0 for a slice of the vocabulary that is empty."""
+    if x_nV.shape[1] == 0:
+        return x_nV.new_full((x_nV.shape[0],), -torch.inf), torch.zeros(x_nV.shape[0], dtype=torch.int64, device=x_nV.device)
+    return x_nV.max(-1)
+
+
+def row_amax(x_nV: Tensor) -> Tensor:
+    """Maximum of each row; -inf for an empty slice of the vocabulary."""
+    return x_nV.amax(-1) if x_nV.shape[1] else x_nV.new_full((x_nV.shape[0],), -torch.inf)

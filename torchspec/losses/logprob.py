@@ -18,6 +18,7 @@ from torchspec.losses.logits import (
     block_rows,
     chunk_logits,
     finite_bias,
+    row_amax,
     row_dot,
     softcap_gradient_,
 )
@@ -95,8 +96,8 @@ def _forward(hidden: Tensor, head: Tensor, targets: Tensor, bias: Tensor | None,
     comm = work.comm
     logp, entropy, lse = (torch.zeros(targets.shape[0], dtype=work.dtype, device=hidden.device) for _ in range(3))
     for rows, y in work.blocks():
-        picked = comm.pick(y, targets[rows], head=0)
-        top = comm.max(y.amax(-1) if y.shape[1] else y.new_full((y.shape[0],), -torch.inf))
+        picked = comm.pick(y, torch.arange(rows.numel(), device=rows.device), targets[rows], head=0)
+        top = comm.max(row_amax(y))
         y.sub_(top[:, None])
         if need_entropy:
             e = y.exp()

@@ -24,7 +24,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from torchspec.losses.logits import VocabComm, row_dot
+from torchspec.losses.logits import VocabComm, row_amax, row_dot
 
 LK_HYBRID_ETA = 3.0  # the paper's best setting
 
@@ -105,8 +105,7 @@ def total_variation(y_bD: Tensor, p_bD: Tensor, top_b: Tensor, comm: VocabComm) 
 def _log_overlap(logq_bD: Tensor, logp_bD: Tensor, comm: VocabComm) -> Tensor:
     """log alpha, from logarithms: it stays finite where alpha itself underflows."""
     low_bD = torch.minimum(logq_bD, logp_bD)
-    # The gradient divides by alpha, so a floor at the smallest normal number's logarithm would zero it; none is needed.
-    peak_b = comm.max(low_bD.amax(-1)) if low_bD.shape[1] else comm.max(low_bD.new_full((len(low_bD),), -torch.inf))
+    peak_b = comm.max(row_amax(low_bD))
     return peak_b + comm.sum(low_bD.sub_(peak_b[:, None]).exp_().sum(-1)).log()
 
 
@@ -139,7 +138,7 @@ def hard_ce(y_bD: Tensor, target_b: Tensor, top_b: Tensor, comm: VocabComm) -> T
     """``target_b`` holds global draft ids, -1 where the token has none: such rows give value 0 and gradient 0."""
     inside_b = target_b >= 0
     target_b = target_b.clamp_min(0)
-    picked_b = comm.pick(y_bD, target_b, head=1)
+    picked_b = comm.pick(y_bD, torch.arange(target_b.numel(), device=target_b.device), target_b, head=1)
     total_b, lse_b = _exp_shifted_(y_bD, top_b, comm)
     y_bD.mul_((inside_b / total_b)[:, None])
     local_b = target_b - comm.offsets[1]

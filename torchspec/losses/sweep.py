@@ -19,7 +19,9 @@ from torchspec.losses.logits import (
     block_rows,
     chunk_logits,
     finite_bias,
+    row_amax,
     row_dot,
+    row_max,
     softcap_gradient_,
 )
 from torchspec.losses.objectives import OBJECTIVES, teacher_form
@@ -159,7 +161,7 @@ class _Sweep:
         if target is logits:
             target = logits.clone()
         target.div_(self.options.temperature)
-        top = self.comm.max(_amax(target))
+        top = self.comm.max(row_amax(target))
         for at in _blocks(*target.shape, target.device, self.comm.split):
             block = target[at].sub_(top[at][:, None])
             total = self.comm.sum(block.exp().sum(-1))
@@ -219,9 +221,9 @@ class _Sweep:
         tau = o.sampling_temperature
         if not o.probabilistic:
             if not self.in_place:
-                z = self._pick_teacher(chunk.logits, local, token)
+                z = comm.pick(chunk.logits, local, token, head=0)
                 return torch.exp(z / tau - chunk.sampling_lse[local]), top1
-            picked = self._pick_teacher(chunk.target, local, token)
+            picked = comm.pick(chunk.target, local, token, head=0)
             return (picked if self.form == "probs" else picked.exp()), top1
         accept = torch.empty_like(top)
         for at in _blocks(*y.shape, y.device, comm.split):
@@ -233,15 +235,6 @@ class _Sweep:
                 p = self._subset(chunk.logits[local[at]]).div_(tau).sub_(chunk.sampling_lse[local[at]][:, None]).exp_()
             accept[at] = comm.sum(torch.minimum(p, q).sum(-1))
         return accept, top1
-
-    def _pick_teacher(self, rows_nV: Tensor, local: Tensor, token: Tensor) -> Tensor:
-        """rows[local[i], token[i]] with global token ids."""
-        comm = self.comm
-        if not comm.split:
-            return rows_nV[local, token]
-        mine = (token >= comm.offsets[0]) & (token < comm.offsets[0] + rows_nV.shape[1])
-        column = (token - comm.offsets[0]).clamp(0, max(rows_nV.shape[1] - 1, 0))
-        return comm.sum(torch.where(mine, rows_nV[local, column], 0))
 
     def _backward(self, grad_mD: Tensor, hidden_mE: Tensor, need: tuple[bool, bool], weight: float) -> Tensor | None:
         need_hidden, need_head = need
@@ -308,15 +301,11 @@ def _blocks(rows: int, width: int, device: torch.device, split: bool) -> list[sl
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
-def _amax(x: Tensor) -> Tensor:
-    return x.amax(-1) if x.shape[1] else x.new_full((x.shape[0],), -torch.inf)
-
-
 def _max(x: Tensor, comm: VocabComm, head: int) -> tuple[Tensor, Tensor]:
     """Maximum and its global index per row, over all ranks."""
     value, index = x.new_empty(x.shape[0]), torch.empty(x.shape[0], dtype=torch.int64, device=x.device)
     for at in _blocks(*x.shape, x.device, comm.split):
-        value[at], index[at] = x[at].max(-1)
+        value[at], index[at] = row_max(x[at])
     return comm.argmax(value, index, head)
 
 
