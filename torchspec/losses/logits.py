@@ -21,6 +21,8 @@ _GROUPS: dict[str, dist.ProcessGroup] = {}
 # handful of operations that touch it.
 BLOCK_ELEMENTS = 512 * 1024
 
+_GROUP = 64
+
 # Stands for a logit of minus infinity: its probability is exactly 0 beside any real logit, yet its logarithm, which the
 # reverse KL needs, is finite and leaves room for gradients in fp32.
 SWITCHED_OFF = -1e6
@@ -147,16 +149,26 @@ def softcap_gradient_(grad_nV: Tensor, capped_nV: Tensor, softcap: float) -> Ten
 
 def row_dot(a_nV: Tensor, b_nV: Tensor) -> Tensor:
     """Dot product of each pair of rows."""
-    if a_nV.shape[0] == 0 or a_nV.shape[1] == 0:
-        return a_nV.new_zeros(a_nV.shape[0])
-    return torch.bmm(a_nV[:, None, :], b_nV[:, :, None]).view(-1)
+    return torch.linalg.vecdot(a_nV, b_nV)
 
 
 def row_max(x_nV: Tensor) -> tuple[Tensor, Tensor]:
     """Maximum of each row and its index; -inf and 0 for a slice of the vocabulary that is empty."""
-    if x_nV.shape[1] == 0:
-        return x_nV.new_full((x_nV.shape[0],), -torch.inf), torch.zeros(x_nV.shape[0], dtype=torch.int64, device=x_nV.device)
-    return x_nV.max(-1)
+    rows, width = x_nV.shape
+    if width == 0:
+        return x_nV.new_full((rows,), -torch.inf), torch.zeros(rows, dtype=torch.int64, device=x_nV.device)
+    groups = width // _GROUP
+    if x_nV.device.type != "cpu" or groups < 2:
+        return x_nV.max(-1)
+    # On a CPU a maximum with its index costs five times one without: take the maxima of groups, then look inside one.
+    grouped = x_nV[:, : groups * _GROUP].unflatten(1, (groups, _GROUP))
+    value, group = grouped.amax(2).max(-1)
+    index = group * _GROUP + grouped[torch.arange(rows), group].argmax(-1)
+    if groups * _GROUP < width:
+        tail, at = x_nV[:, groups * _GROUP :].max(-1)
+        index = torch.where(tail > value, groups * _GROUP + at, index)
+        value = torch.maximum(value, tail)
+    return value, index
 
 
 def row_amax(x_nV: Tensor) -> Tensor:

@@ -110,7 +110,7 @@ class _Sweep:
         if self.target_ids is None:
             return logits_nV
         if not self.comm.split:
-            return logits_nV.index_select(1, self.target_ids)
+            return logits_nV.gather(1, self.target_ids.expand(logits_nV.shape[0], -1))
         # Draft token and policy token need not live on one rank: every rank fills in what it holds.
         local = self.target_ids - self.comm.offsets[0]
         mine = ((local >= 0) & (local < logits_nV.shape[1])).nonzero().squeeze(1)
@@ -119,33 +119,34 @@ class _Sweep:
         first = self.comm.offsets[1]
         return self.comm.sum(full)[:, first:first + self.student_head.shape[0]].contiguous()
 
-    def teacher(self, rows: Tensor, buffer_nV: Tensor) -> _TeacherChunk:
+    def teacher(self, rows: Tensor, buffers: dict[str, Tensor]) -> _TeacherChunk:
         o, comm = self.options, self.comm
-        logits = chunk_logits(self.hidden_RE[rows], self.teacher_head, o.teacher, buffer_nV[: rows.numel()])
-        n, width = logits.shape
-        top, argmax = _max(logits, comm, head=0)
-        lse, entropy = torch.empty_like(top), torch.empty_like(top)
+        n = rows.numel()
+        logits = chunk_logits(self.hidden_RE[rows], self.teacher_head, o.teacher, buffers["teacher"][:n])
+        target = logits if self.in_place else buffers["target"][:n] if "target" in buffers else None
+        argmax = torch.empty(n, dtype=torch.int64, device=self.device)
+        lse, entropy = logits.new_empty(n), logits.new_empty(n)
         tau = o.sampling_temperature or 1.0
-        target = logits if self.in_place else None
-        for at in _blocks(n, width, logits.device, comm.split):
-            z = logits[at] if tau == 1.0 else logits[at] / tau
-            shifted = z - (top[at] / tau)[:, None]
+        for at in _blocks(*logits.shape, self.device, comm.split):
+            top, argmax[at] = comm.argmax(*row_max(logits[at]), head=0)
+            if target is not None and not self.in_place:
+                self._separate_target(logits[at], target[at])
+            shifted = (logits[at] - top[:, None]) if tau == 1.0 else (logits[at] - top[:, None]).div_(tau)
             e = shifted.exp()
             total, weighted = comm.sums(e.sum(-1), row_dot(e, shifted))
-            lse[at] = top[at] / tau + total.log()
+            lse[at] = top / tau + total.log()
             entropy[at] = total.log() - weighted / total
             if self.in_place:
                 self._write_target(logits[at], shifted, e, total)
         if o.sampling_temperature == 0:
             entropy.zero_()
-        if not self.in_place and self.form != "none":
-            target = self._separate_target(logits)
         keep = None
         if o.position_gate and self.draft_of_target is not None:
             keep = self.draft_of_target[argmax] >= 0
         return _TeacherChunk(rows, logits, target, lse, argmax, entropy, keep)
 
     def _write_target(self, out: Tensor, shifted: Tensor, e: Tensor, total: Tensor) -> None:
+        """The target over the logits, from what the metrics have made already."""
         if self.options.sampling_temperature == 0 and self.options.temperature != 1.0:
             # Greedy sampling: the metrics looked at temperature 1, the objective has its own.
             shifted.div_(self.options.temperature)
@@ -156,85 +157,74 @@ class _Sweep:
         else:
             torch.sub(shifted, total.log()[:, None], out=out)
 
-    def _separate_target(self, logits: Tensor) -> Tensor:
-        target = self._subset(logits)
-        if target is logits:
-            target = logits.clone()
-        target.div_(self.options.temperature)
-        top = self.comm.max(row_amax(target))
-        for at in _blocks(*target.shape, target.device, self.comm.split):
-            block = target[at].sub_(top[at][:, None])
-            total = self.comm.sum(block.exp().sum(-1))
-            if self.form == "probs":
-                block.exp_().mul_((1 / total)[:, None])
-            else:
-                block.sub_(total.log()[:, None])
-        return target
+    def _separate_target(self, logits: Tensor, out: Tensor) -> None:
+        """The target beside the logits: another vocabulary or another temperature than the metrics'."""
+        torch.div(self._subset(logits), self.options.temperature, out=out)
+        out.sub_(self.comm.max(row_amax(out))[:, None])
+        if self.form == "probs":
+            total = self.comm.sum(out.exp_().sum(-1))
+            out.mul_((1 / total)[:, None])
+        else:
+            total = self.comm.sum(out.exp().sum(-1))
+            out.sub_(total.log()[:, None])
 
     # -- the student ---------------------------------------------------------------------------------------------------
 
     def student(self, k: int, chunk: _TeacherChunk, buffer_nD: Tensor, need: tuple[bool, bool], weight: float):
         """One pass on one chunk: (anchors_m, loss_m, top1_m, accept_m, counted_m, grad_hidden_mE or None)."""
+        o, comm = self.options, self.comm
         taught = self.anchors[k, chunk.rows]
         local = (taught >= 0).nonzero().squeeze(1)  # positions in the chunk of its m rows
-        anchor = taught[local]
-        hidden = self.student_hidden[k][anchor]
-        y = chunk_logits(hidden, self.student_head, self.options.student, buffer_nD[: local.numel()])
-        top, argmax = _max(y, self.comm, head=1)
-        capped = y.clone() if self.options.student.softcap and any(need) else None
-        accept, top1 = self._acceptance(y, top, argmax, chunk, local)
-        loss = self._objective(y, top, chunk, local)
-        counted = torch.ones_like(local, dtype=torch.bool)
-        if chunk.keep is not None:
-            counted = chunk.keep[local]
-        if self.hard_targets is not None:
-            counted = counted & (self.hard_targets[chunk.rows[local]] >= 0)
-        if chunk.keep is not None:
-            y.mul_(counted[:, None])
-        if capped is not None:
-            softcap_gradient_(y, capped, self.options.student.softcap)
-        grad_hidden = self._backward(y, hidden, need, weight * self.options.student.scale / self.options.temperature)
-        return anchor, loss, top1, accept, counted, grad_hidden
-
-    def _objective(self, y: Tensor, top: Tensor, chunk: _TeacherChunk, local: Tensor) -> Tensor:
-        """Row losses; y, raw logits, becomes the gradient with respect to y / temperature."""
-        o = self.options
-        function = OBJECTIVES[o.objective]
-        loss = torch.empty_like(top)
-        whole = local.numel() == chunk.rows.numel()
-        for at in _blocks(*y.shape, y.device, self.comm.split):
-            block = y[at] if o.temperature == 1.0 else y[at].div_(o.temperature)
-            if self.hard_targets is not None:
-                given = self.hard_targets[chunk.rows[local[at]]]
-            else:
-                given = chunk.target[at] if whole else chunk.target[local[at]]
-            loss[at] = function(block, given, top[at] / o.temperature, self.comm)
-        return loss
-
-    def _acceptance(self, y, top, argmax, chunk: _TeacherChunk, local: Tensor) -> tuple[Tensor, Tensor]:
-        """(probability that the proposal is accepted, whether the likeliest tokens agree), [m] each."""
-        o, comm = self.options, self.comm
+        hidden = self.student_hidden[k][taught[local]]
+        m, everyone = local.numel(), local.numel() == chunk.rows.numel()
+        y = chunk_logits(hidden, self.student_head, o.student, buffer_nD[:m])
+        argmax = torch.empty_like(local)
+        loss, accept = y.new_empty(m), y.new_empty(m)
+        for at in _blocks(*y.shape, self.device, comm.split):
+            block, rows = y[at], at if everyone else local[at]
+            top, argmax[at] = comm.argmax(*row_max(block), head=1)
+            if o.probabilistic and o.sampling_temperature:
+                accept[at] = self._overlap(block, top, chunk, rows)
+            capped = block.clone() if o.student.softcap and any(need) else None
+            given = chunk.target[rows] if chunk.target is not None else self.hard_targets[chunk.rows[rows]]
+            if o.temperature != 1.0:
+                block.div_(o.temperature)
+            loss[at] = OBJECTIVES[o.objective](block, given, top / o.temperature, comm)
+            if capped is not None:
+                softcap_gradient_(block, capped, o.student.softcap)
         token = argmax if self.target_ids is None else self.target_ids[argmax]
         top1 = token == chunk.argmax[local]
         if o.sampling_temperature == 0:
-            return top1.to(self.dtype), top1
-        tau = o.sampling_temperature
-        if not o.probabilistic:
-            if not self.in_place:
-                z = comm.pick(chunk.logits, local, token, head=0)
-                return torch.exp(z / tau - chunk.sampling_lse[local]), top1
-            picked = comm.pick(chunk.target, local, token, head=0)
-            return (picked if self.form == "probs" else picked.exp()), top1
-        accept = torch.empty_like(top)
-        for at in _blocks(*y.shape, y.device, comm.split):
-            q = (y[at] / tau).sub_((top[at] / tau)[:, None]).exp_()
-            q.div_(comm.sum(q.sum(-1))[:, None])
-            if self.in_place:
-                p = chunk.target[local[at]] if self.form == "probs" else chunk.target[local[at]].exp()
-            else:
-                p = self._subset(chunk.logits[local[at]]).div_(tau).sub_(chunk.sampling_lse[local[at]][:, None]).exp_()
-            accept[at] = comm.sum(torch.minimum(p, q).sum(-1))
-        return accept, top1
+            accept = top1.to(self.dtype)
+        elif not o.probabilistic:
+            accept = self._chance_of(token, chunk, local)
+        counted = torch.ones_like(top1)
+        if self.hard_targets is not None:
+            counted &= self.hard_targets[chunk.rows[local]] >= 0
+        if chunk.keep is not None:
+            counted &= chunk.keep[local]
+            y.mul_(counted[:, None])
+        grad_hidden = self._backward(y, hidden, need, weight * o.student.scale / o.temperature)
+        return taught[local], loss, top1, accept, counted, grad_hidden
+
+    def _chance_of(self, token: Tensor, chunk: _TeacherChunk, local: Tensor) -> Tensor:
+        """[m] the policy's probability of a proposed token at the sampling temperature."""
+        if not self.in_place:
+            z = self.comm.pick(chunk.logits, local, token, head=0)
+            return torch.exp(z / self.options.sampling_temperature - chunk.sampling_lse[local])
+        picked = self.comm.pick(chunk.target, local, token, head=0)
+        return picked if self.form == "probs" else picked.exp()
+
+    def _overlap(self, block: Tensor, top: Tensor, chunk: _TeacherChunk, rows) -> Tensor:
+        """[b] sum_v min(p, q) at the sampling temperature: what a probabilistic draft has accepted."""
+        tau = self.options.sampling_temperature
+        q = (block - top[:, None]).div_(tau).exp_()
+        q.div_(self.comm.sum(q.sum(-1))[:, None])
+        if self.in_place:
+            p = chunk.target[rows] if self.form == "probs" else chunk.target[rows].exp()
+        else:
+            p = self._subset(chunk.logits[rows]).div(tau).sub_(chunk.sampling_lse[rows][:, None]).exp_()
+        return self.comm.sum(torch.minimum(p, q).sum(-1))
 
     def _backward(self, grad_mD: Tensor, hidden_mE: Tensor, need: tuple[bool, bool], weight: float) -> Tensor | None:
         need_hidden, need_head = need
@@ -260,15 +250,14 @@ class _Sweep:
         rows = (self.anchors >= 0).any(0).nonzero().squeeze(1)
         self._check_anchors(students)
         n = max(1, min(self.options.chunk_rows, rows.numel()))
-        buffer_nV = torch.empty(n, self.teacher_head.shape[0], dtype=self.dtype, device=self.device)
-        buffer_nD = torch.empty(n, self.student_head.shape[0], dtype=self.dtype, device=self.device)
+        buffers = self._buffers(n)
         finite_R = torch.ones(rows.numel(), dtype=torch.bool, device=self.device)
         entropy_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         for start in range(0, rows.numel(), n):
-            chunk = self.teacher(rows[start:start + n], buffer_nV)
+            chunk = self.teacher(rows[start:start + n], buffers)
             finite_R[start:start + n] = torch.isfinite(chunk.sampling_lse)
             for k in range(passes):
-                anchor, loss, top1, accept, counted, grad = self.student(k, chunk, buffer_nD, need, weights[k])
+                anchor, loss, top1, accept, counted, grad = self.student(k, chunk, buffers["student"], need, weights[k])
                 picked = torch.stack([loss.double(), torch.ones_like(loss).double(), top1.double(), accept.double()])
                 stats[:, k] += torch.where(counted, picked, 0.0).sum(1)
                 accept_KT[k, anchor] = torch.where(counted, accept.double(), -1.0)
@@ -285,6 +274,14 @@ class _Sweep:
         scalars = torch.stack([prefix_T[full_T].sum(), full_T.sum().double(), entropy_sum])
         return stats, scalars, grad_hidden, self.grad_head
 
+    def _buffers(self, n: int) -> dict[str, Tensor]:
+        """Chunks of logits, made once: a fresh allocation of this size is a page fault for each of its pages."""
+        vocab, draft = self.teacher_head.shape[0], self.student_head.shape[0]
+        widths = {"teacher": vocab, "student": draft}
+        if not self.in_place and self.form != "none":
+            widths["target"] = draft
+        return {name: torch.empty(n, width, dtype=self.dtype, device=self.device) for name, width in widths.items()}
+
     def _check_anchors(self, students: int) -> None:
         """Each student row has one teacher row in a pass; gradients are written on that ground, not added."""
         if self.anchors.numel() and int(self.anchors.max()) >= students:
@@ -299,14 +296,6 @@ def _blocks(rows: int, width: int, device: torch.device, split: bool) -> list[sl
     """Slices of rows for element-wise work."""
     step = block_rows(width, rows, device, split)
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
-
-
-def _max(x: Tensor, comm: VocabComm, head: int) -> tuple[Tensor, Tensor]:
-    """Maximum and its global index per row, over all ranks."""
-    value, index = x.new_empty(x.shape[0]), torch.empty(x.shape[0], dtype=torch.int64, device=x.device)
-    for at in _blocks(*x.shape, x.device, comm.split):
-        value[at], index[at] = row_max(x[at])
-    return comm.argmax(value, index, head)
 
 
 @torch.library.custom_op("torchspec::distill_sweep", mutates_args=())
