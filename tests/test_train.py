@@ -22,7 +22,9 @@ class Mine:
     def run(self):
         (self.output_dir / "metrics.jsonl").write_text(str(self.config.draft.ttt_steps))
         what = Path("what.txt").read_text() if Path("what.txt").exists() else ""
-        if what: exec(what, globals())
+        if what == "raise KeyboardInterrupt":
+            raise KeyboardInterrupt  # raised through exec() it would also end pytest's own process at its exit
+        exec(what, globals())
 """
 
 
