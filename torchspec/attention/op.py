@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
 
 from torchspec.attention.kernels import kernel_for
 from torchspec.attention.merge import accumulation_dtype, branch_backward, branch_forward
@@ -186,24 +185,20 @@ def branch_attention(
     Args:
         q_THD, k0_TGD, v0_TGD: one dtype; on CPU fp64/fp32/bf16/fp16, on CUDA bf16/fp16.
         kb, vb: branch keys and values of passes 1..k, each [T, G, D]; empty lists give packed causal attention.
-        cu_seqlens: int32 [documents + 1], the documents' borders (``PackedZigzag.cu_seqlens``).  When it is a DTensor
-            (a layout with a context-parallel mesh), plain tensors are taken as this rank's rows and come back so.
+        cu_seqlens: int32 [documents + 1], the documents' borders (``PackedZigzag.cu_seqlens``), a plain tensor.
         max_seqlen: the longest document; scale: factor of the scores; window: visible trunk keys incl. self, 0 = all.
         carriers: see ``torchspec.context_parallel.trunk``, which passes them; transport: how the trunk travels
-            between context-parallel ranks when k0 is sharded, "gather" or "ring".
+            between context-parallel ranks when the tensors are DTensors, "gather", "ring" or "gathered".
+
+    Plain tensors are whole packs on one rank.  DTensors sharded by rows over a context-parallel mesh go to the handler
+    of ``torchspec.context_parallel.dispatch``; models use ``Trunk`` and ``packed_attention`` of
+    ``torchspec.context_parallel.trunk``, which take this rank's plain rows and serve any number of ranks.
 
     Returns (out [T,H,D] in q's dtype, lse [T,H] fp32 or fp64); both are differentiable.
     Raises ValueError for shapes, dtypes or devices that cannot be served.
     """
     check_arguments(q_THD, k0_TGD, v0_TGD, kb, vb)
     kb, vb, carriers = list(kb), list(vb), list(carriers or [])
-    local = isinstance(cu_seqlens, DTensor) and not isinstance(q_THD, DTensor)
-    if local:
-        mesh = cu_seqlens.device_mesh
-        lift = lambda x: x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Shard(0)])  # noqa: E731
-        q_THD, k0_TGD, v0_TGD = lift(q_THD), lift(k0_TGD), lift(v0_TGD)
-        kb, vb, carriers = [lift(x) for x in kb], [lift(x) for x in vb], [lift(x) for x in carriers]
-    out_THD, lse_TH = torch.ops.torchspec.branch_attention(
+    return torch.ops.torchspec.branch_attention(
         q_THD, k0_TGD, v0_TGD, kb, vb, carriers, cu_seqlens, max_seqlen, scale, window, 1, 0, transport
     )
-    return (out_THD.to_local(), lse_TH.to_local()) if local else (out_THD, lse_TH)

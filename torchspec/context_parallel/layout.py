@@ -17,8 +17,14 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from torchspec.attention.view import chunks_of
+from torchspec.context_parallel import shift as _shift  # noqa: F401  registers torchspec::zigzag_shift
+
+
+def _zero_unless(keep_T: Tensor, x_T: Tensor) -> Tensor:
+    return torch.where(keep_T.view(-1, *[1] * (x_T.dim() - 1)), x_T, torch.zeros_like(x_T))
 
 
 class PackedZigzag:
@@ -26,8 +32,10 @@ class PackedZigzag:
 
     Args:
         doc_lengths: real tokens of each document, all at least 1.
-        cp_size, cp_rank: context-parallel size and this rank.
+        cp_size, cp_rank: context-parallel size and this rank; with ``cp_mesh`` they are read from it.
         device: where the per-token tensors live.
+        cp_mesh: one-dimensional DeviceMesh of the ranks that share this pack; rows can move only with it.
+        trunk_transport: how a trunk's keys travel between them, "gather" or "ring".
 
     Attributes:
         doc_lengths, padded_lengths: tuples of int; equal for C = 1, else padded to a multiple of 2C.
@@ -39,7 +47,24 @@ class PackedZigzag:
         real_T: bool [T], False on padding.
     """
 
-    def __init__(self, doc_lengths: Sequence[int], *, cp_size: int = 1, cp_rank: int = 0, device="cpu"):
+    def __init__(
+        self,
+        doc_lengths: Sequence[int],
+        *,
+        cp_size: int = 1,
+        cp_rank: int = 0,
+        device: torch.device | str = "cpu",
+        cp_mesh: DeviceMesh | None = None,
+        trunk_transport: str = "gather",
+    ):
+        if cp_mesh is not None:
+            if cp_mesh.ndim != 1:
+                raise ValueError(f"cp_mesh must be the one context-parallel dimension of a mesh; got {cp_mesh}.")
+            cp_size, cp_rank = cp_mesh.size(), cp_mesh.get_local_rank()
+        if trunk_transport not in ("gather", "ring"):
+            raise ValueError(f"trunk_transport is {trunk_transport!r}; a layout knows gather and ring.")
+        self.cp_mesh, self.trunk_transport = cp_mesh, trunk_transport
+        self.cp_group = "" if cp_mesh is None else cp_mesh.get_group().group_name
         self.doc_lengths = tuple(int(length) for length in doc_lengths)
         if not self.doc_lengths or min(self.doc_lengths) < 1:
             raise ValueError(f"A pack needs documents of at least one token; got lengths {list(self.doc_lengths)}.")
@@ -52,6 +77,7 @@ class PackedZigzag:
         self.num_tokens = self.num_tokens_global // cp_size
         self.max_seqlen = max(self.padded_lengths)
 
+        self._doc_lengths_cpu = torch.tensor(self.doc_lengths)
         lengths = torch.tensor(self.padded_lengths)
         starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
         self.cu_seqlens = starts.to(torch.int32).to(device)
@@ -60,7 +86,7 @@ class PackedZigzag:
         documents = torch.bucketize(rows, starts[1:], right=True)
         self.positions_T = (rows - starts[documents]).to(device)
         self.doc_ids_T = documents.to(device)
-        self.doc_end_T = torch.tensor(self.doc_lengths)[documents].to(device)
+        self.doc_end_T = self._doc_lengths_cpu[documents].to(device)
         self.real_T = self.positions_T < self.doc_end_T
 
     def _global_rows(self, rank: int, lengths: Tensor, starts: Tensor) -> Tensor:
@@ -84,12 +110,17 @@ class PackedZigzag:
             raise ValueError(f"shift wants the {self.num_tokens} rows of this layout; got {tuple(x_T.shape)}.")
         if n < 0:
             raise ValueError(f"shift moves rows from later positions, n >= 0; got {n}.")
+        if n == 0:
+            return _zero_unless(self.real_T, x_T)
         if self.cp_size > 1:
-            raise NotImplementedError("shift between context-parallel ranks needs the layout of a cp mesh.")
+            if not self.cp_group:
+                raise ValueError("Rows move between context-parallel ranks only when the layout has a cp_mesh.")
+            return torch.ops.torchspec.zigzag_shift(
+                x_T, self._doc_lengths_cpu, n, self.cp_size, self.cp_rank, self.cp_group, False
+            )
         n_rows = min(n, self.num_tokens)
         later_T = torch.cat([x_T[n_rows:], x_T.new_zeros(n_rows, *x_T.shape[1:])])
-        inside_T = self.positions_T + n < self.doc_end_T
-        return torch.where(inside_T.view(-1, *[1] * (x_T.dim() - 1)), later_T, torch.zeros_like(later_T))
+        return _zero_unless(self.positions_T + n < self.doc_end_T, later_T)
 
     def shard(self, x_global: Tensor) -> Tensor:
         """This rank's rows of a per-token tensor of the real pack, [sum(doc_lengths), ...]; zeros on padding."""
@@ -101,8 +132,7 @@ class PackedZigzag:
         real_starts = torch.tensor([0, *self.doc_lengths]).cumsum(0)[:-1].to(x_global.device)
         real_T = self.real_T.to(x_global.device)
         rows = real_starts[self.doc_ids_T.to(x_global.device)] + self.positions_T.to(x_global.device)
-        picked = x_global[torch.where(real_T, rows, 0)]
-        return torch.where(real_T.view(-1, *[1] * (picked.dim() - 1)), picked, torch.zeros_like(picked))
+        return _zero_unless(real_T, x_global[torch.where(real_T, rows, 0)])
 
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
         """The per-token tensor of the real pack, [sum(doc_lengths), ...], from the rows of every rank in order."""
