@@ -15,7 +15,7 @@ class SamplingConfig:
     max_tokens: int = 64
     """Longest response, in tokens."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end a response, besides the tokenizer's and the model's generation_config's."""
+    """Tokens that end a response, besides the tokenizer's and those of the model's generation_config."""
     top_p: float = 1.0
     """Nucleus sampling. Only in eval: in a training rollout the trainer's log-probabilities would not match."""
     top_k: int = 0
@@ -44,6 +44,10 @@ class RolloutConfig:
     """Token budget of one engine step; 0 sizes it so that every prompt prefills whole (split prefills crash seeded requests on CPU)."""
     kv_cache_mb: int = 256
     """Memory of the KV cache on a CPU, in MiB."""
+    threads: int = 1
+    """CPU threads of the engine while it generates; 0 takes the trainer's. More than 1 pays for models above some 100M
+    parameters on an idle machine; with small ones, or beside other work, the threads wait for each other (measured: 13
+    times slower)."""
     gpu_memory_utilization: float = 0.4
     """Share of the GPU's memory for the engine (a GPU is shared with the trainer)."""
     enforce_eager: bool = True
