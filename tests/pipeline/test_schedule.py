@@ -91,8 +91,8 @@ def test_slots_are_the_schedules_own_maximum():
 def test_fewer_slots_work_or_are_refused():
     table = schedule_table("GPipe", 4, 8)
     assert simulate(table, make_tap_plan(table, {0: 0, 2: 1}, slots=1).flow()).peak_in_flight[0] <= 2
-    table = schedule_table("LoopedBFS", 2, 8)  # stage 0 runs all its forwards before stage 2, on the same rank, runs one
-    with pytest.raises(ConfigError, match="would stop LoopedBFS for ever.*8 slots work"):
+    table = schedule_table("LoopedBFS", 2, 8)  # 8 forwards of stage 0 before one of stage 2: 4 in slots, 4 sends
+    with pytest.raises(ConfigError, match="would stop LoopedBFS for ever.*4 slots work"):
         make_tap_plan(table, {0: 0}, slots=2)
 
 
