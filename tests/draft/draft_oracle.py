@@ -1,6 +1,8 @@
 """An EAGLE-3 unroll written a second time, densely and without the package's modules: the tests' oracle.
 
-It reads the draft's tensors by their checkpoint names, and gets rows, rope positions and 0/1 masks from the caller.
+It reads the draft's tensors by their checkpoint names, and gets rows, rope positions and 0/1 masks from the
+caller.
+
 Legend: T tokens, E hidden, H query heads, G key/value heads, D head dim, K passes.
 """
 
@@ -19,8 +21,18 @@ from torchspec.draft.eagle3 import Eagle3Draft
 def policy_shape(**changes) -> SimpleNamespace:
     """A tiny policy's numbers; grouped-query ratio 3."""
     numbers = dict(
-        hidden_size=12, num_layers=6, num_heads=3, num_kv_heads=1, head_dim=4, intermediate_size=10, vocab_size=11,
-        rope_theta=100.0, rope_scaling=None, norm_eps=1e-6, max_position_embeddings=64, tie_word_embeddings=False,
+        hidden_size=12,
+        num_layers=6,
+        num_heads=3,
+        num_kv_heads=1,
+        head_dim=4,
+        intermediate_size=10,
+        vocab_size=11,
+        rope_theta=100.0,
+        rope_scaling=None,
+        norm_eps=1e-6,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
         architecture="qwen3",
     )
     return SimpleNamespace(**{**numbers, **changes})
@@ -83,7 +95,9 @@ def dense_unroll(
         group = q.shape[1] // k.shape[1]
         keys.append(rotate(k, positions, theta).repeat_interleave(group, dim=1))
         values.append(v.repeat_interleave(group, dim=1))
-        scores = torch.einsum("thd,shd->hts", rotate(q, positions, theta), torch.cat(keys)) / math.sqrt(head_dim)
+        scores = torch.einsum("thd,shd->hts", rotate(q, positions, theta), torch.cat(keys)) / math.sqrt(
+            head_dim
+        )
         weights = scores.masked_fill(mask == 0, -math.inf).softmax(-1)
         attended = torch.einsum("hts,shd->thd", weights, torch.cat(values)).flatten(1)
         residual = (normed if norm_before_residual else hidden) + attended @ w["self_attn.o_proj"].T
@@ -95,11 +109,15 @@ def dense_unroll(
 
 
 def unroll_rows(doc_lengths: list[int], passes: int) -> tuple[list[list[int]], list[Tensor], list[Tensor]]:
-    """For each pass: input row of every row (-1: none), rope positions, and the mask; by plain loops over documents."""
+    """For each pass: input row of every row (-1: none), rope positions and the mask, by plain loops."""
     total = sum(doc_lengths)
     sources, positions, masks = [], [], []
     for k in range(passes):
-        source, position, mask = [-1] * total, torch.zeros(total, dtype=torch.int64), torch.zeros(total, (k + 1) * total)
+        source, position, mask = (
+            [-1] * total,
+            torch.zeros(total, dtype=torch.int64),
+            torch.zeros(total, (k + 1) * total),
+        )
         start = 0
         for length in doc_lengths:
             for t in range(length):

@@ -123,7 +123,10 @@ def test_census_names_what_is_missing_unknown_and_misshaped(tmp_path):
     tensors["norm.weight"] = torch.zeros(13)
     del tensors["fc.weight"]
     save_file(tensors, file)
-    refuse(path, r"missing: fc.weight; unknown: extra.weight; wrong shape: norm.weight is \[13\] and should be \[12\]")
+    refuse(
+        path,
+        r"missing: fc.weight; unknown: extra.weight; wrong shape: norm.weight is \[13\] and should be \[12\]",
+    )
 
 
 def test_every_tensor_is_needed(tmp_path):
@@ -135,13 +138,18 @@ def test_every_tensor_is_needed(tmp_path):
 
 
 def test_other_spellings_of_published_drafts_load(tmp_path):
-    """layers.0 for midlayer, t2d beside d2t, ids in eagle_config and unsorted (vLLM sorts them), legacy rope."""
+    """layers.0 for midlayer, t2d beside d2t, ids in eagle_config and unsorted, legacy rope."""
     draft, path = saved(tmp_path, vocab_size=5)
     tensors = load_file(path / "model.safetensors")
     tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
     save_file(tensors | {"t2d": torch.zeros(11, dtype=torch.bool)}, path / "model.safetensors")
-    edit(path, eagle_aux_hidden_state_layer_ids=None, rope_parameters=None, architectures=["Eagle3LlamaForCausalLM"],
-         eagle_config={"eagle_aux_hidden_state_layer_ids": [5, 1, 3], "use_aux_hidden_state": True})
+    edit(
+        path,
+        eagle_aux_hidden_state_layer_ids=None,
+        rope_parameters=None,
+        architectures=["Eagle3LlamaForCausalLM"],
+        eagle_config={"eagle_aux_hidden_state_layer_ids": [5, 1, 3], "use_aux_hidden_state": True},
+    )
     again = Eagle3Draft.load(path, DraftConfig(), policy_shape())
     assert again.shape == draft.shape
     assert torch.equal(again.midlayer.mlp.up_proj.weight, draft.midlayer.mlp.up_proj.weight)
@@ -265,13 +273,27 @@ def test_head_and_draft_vocabulary_come_from_the_policy():
 
 def test_default_tap_ids():
     assert [default_tap_ids(n) for n in (1, 2, 3, 4, 5, 6, 7, 8, 32)] == [
-        (1,), (1,), (1, 2), (1, 2, 3), (1, 2, 4), (1, 3, 5), (2, 3, 4), (2, 4, 5), (2, 16, 29),
+        (1,),
+        (1,),
+        (1, 2),
+        (1, 2, 3),
+        (1, 2, 4),
+        (1, 3, 5),
+        (2, 3, 4),
+        (2, 4, 5),
+        (2, 16, 29),
     ]
 
 
 @pytest.mark.parametrize(
     ("ids", "words"),
-    [((3, 1), "not ascending"), ((1, 1), "twice"), ((-1, 2), "has -1"), ((2, 5), "has 5"), ((), "no tap ids")],
+    [
+        ((3, 1), "not ascending"),
+        ((1, 1), "twice"),
+        ((-1, 2), "has -1"),
+        ((2, 5), "has 5"),
+        ((), "no tap ids"),
+    ],
 )
 def test_tap_ids_are_checked(ids, words):
     with pytest.raises(ConfigError, match=words):
@@ -300,8 +322,6 @@ def test_settings_that_cannot_work_are_refused(settings, words):
 
 def test_build_draft_loads_a_path_and_sets_the_compute_dtype(tmp_path):
     draft, path = saved(tmp_path)
-    loaded = build_draft(
-        DraftConfig(path=str(path)), policy_shape(), seed=0, compute_dtype=torch.bfloat16
-    )
+    loaded = build_draft(DraftConfig(path=str(path)), policy_shape(), seed=0, compute_dtype=torch.bfloat16)
     assert torch.equal(loaded.fc.weight, draft.fc.weight) and loaded.fc.weight.dtype == torch.float32
     assert loaded.compute_dtype == torch.bfloat16

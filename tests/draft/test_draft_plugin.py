@@ -1,4 +1,4 @@
-"""A draft that lives in a file outside the package is found by its path and does everything that the built-in one does."""
+"""A draft that lives in a file outside the package is built by its path and works as the built-in one."""
 
 from __future__ import annotations
 

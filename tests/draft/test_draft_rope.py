@@ -9,12 +9,30 @@ from torchspec.draft.rope import apply_rope, check_rope_scaling, rope_frequencie
 
 SCALINGS = [
     {"rope_type": "linear", "factor": 4.0},
-    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-     "original_max_position_embeddings": 64},
+    {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
-    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 16, "beta_slow": 2,
-     "truncate": False, "attention_factor": 0.9},
-    {"type": "yarn", "factor": 40.0, "original_max_position_embeddings": 64, "mscale": 0.8, "mscale_all_dim": 1.2},
+    {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 128,
+        "beta_fast": 16,
+        "beta_slow": 2,
+        "truncate": False,
+        "attention_factor": 0.9,
+    },
+    {
+        "type": "yarn",
+        "factor": 40.0,
+        "original_max_position_embeddings": 64,
+        "mscale": 0.8,
+        "mscale_all_dim": 1.2,
+    },
 ]
 
 
@@ -25,12 +43,17 @@ def test_frequencies_equal_transformers(scaling, head_dim):
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     config = LlamaConfig(
-        hidden_size=4 * head_dim, num_attention_heads=4, head_dim=head_dim, max_position_embeddings=256,
+        hidden_size=4 * head_dim,
+        num_attention_heads=4,
+        head_dim=head_dim,
+        max_position_embeddings=256,
         rope_parameters={"rope_theta": 5e5, "rope_type": scaling.get("type"), **scaling},
     )
     kind = config.rope_parameters["rope_type"]
     expected_F, expected_factor = ROPE_INIT_FUNCTIONS[kind](config, device="cpu")
-    actual_F, factor = rope_frequencies(head_dim, 5e5, check_rope_scaling(scaling), dtype=torch.float32, device="cpu")
+    actual_F, factor = rope_frequencies(
+        head_dim, 5e5, check_rope_scaling(scaling), dtype=torch.float32, device="cpu"
+    )
     assert factor == pytest.approx(expected_factor, rel=1e-12)
     torch.testing.assert_close(actual_F, expected_F, rtol=3e-7, atol=0)
 

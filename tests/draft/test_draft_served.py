@@ -1,8 +1,9 @@
-"""The draft that vLLM serves is the draft that was trained: its proposals equal ``Eagle3Draft.propose`` token for token.
+"""The draft that vLLM serves is the trained one: its proposals equal ``Eagle3Draft.propose`` token for token.
 
-A random Qwen3 policy written by transformers, drafts written by ``Eagle3Draft.save``. Each prompt is decoded greedily by
-vLLM with speculation; a wrapper around the proposer notes, at every verification, the position of the last verified row,
-the token sampled after it and what was proposed. The trainer's side recomputes all of it from the finished sequence.
+A random Qwen3 policy written by transformers, drafts written by ``Eagle3Draft.save``. Each prompt is decoded
+greedily by vLLM with speculation; a wrapper around the proposer notes, at every verification, the position of
+the last verified row, the token sampled after it and what was proposed. The trainer's side recomputes all of
+it from the finished sequence.
 """
 
 from __future__ import annotations
@@ -21,20 +22,38 @@ pytestmark = pytest.mark.vllm
 
 VOCAB, LAYERS, NUM_TOKENS = 96, 5, 3
 SHAPE = SimpleNamespace(
-    hidden_size=96, num_layers=LAYERS, num_heads=6, num_kv_heads=2, head_dim=32, intermediate_size=80, vocab_size=VOCAB,
-    rope_theta=10000.0, rope_scaling=None, norm_eps=1e-6, max_position_embeddings=256, tie_word_embeddings=False,
+    hidden_size=96,
+    num_layers=LAYERS,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=32,
+    intermediate_size=80,
+    vocab_size=VOCAB,
+    rope_theta=10000.0,
+    rope_scaling=None,
+    norm_eps=1e-6,
+    max_position_embeddings=256,
+    tie_word_embeddings=False,
     architecture="qwen3",
 )
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 16}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
 VARIANTS = {
     "three taps": ({}, {}),
     "draft vocabulary, norm before residual, taps 0 1 3 L": (
-        {"vocab_size": 40, "norm_before_residual": True, "tap_ids": (0, 1, 3, LAYERS)}, {}),
+        {"vocab_size": 40, "norm_before_residual": True, "tap_ids": (0, 1, 3, LAYERS)},
+        {},
+    ),
     "one tap, own heads, llama3 rope": (
         {"tap_ids": (2,), "num_heads": 2, "num_kv_heads": 2, "head_dim": 64, "intermediate_size": 48},
-        {"rope_theta": 5e5, "rope_scaling": LLAMA3}),
+        {"rope_theta": 5e5, "rope_scaling": LLAMA3},
+    ),
     "trained, two taps, yarn rope": ({"tap_ids": (1, 4)}, {"rope_scaling": YARN}),
 }
 PROMPTS = [[5, 17, 3, 60, 9, 11, 2], [70, 8], [33, 41, 12, 90, 7, 7, 7, 52, 1, 0, 95]]
@@ -46,13 +65,28 @@ def served(tmp_path_factory):
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     patch = pytest.MonkeyPatch()
-    for name, value in {"OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1",
-                        "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}.items():
+    for name, value in {
+        "OMP_NUM_THREADS": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }.items():
         patch.setenv(name, value)
     config = Qwen3Config(
-        vocab_size=VOCAB, hidden_size=96, intermediate_size=80, num_hidden_layers=LAYERS, num_attention_heads=6,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=256, tie_word_embeddings=False, rope_theta=10000.0,
-        bos_token_id=None, eos_token_id=None, pad_token_id=None,
+        vocab_size=VOCAB,
+        hidden_size=96,
+        intermediate_size=80,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        rope_theta=10000.0,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
     )
     policy = Qwen3ForCausalLM(config).float().eval()
     generator = torch.Generator().manual_seed(3)
@@ -69,26 +103,52 @@ def served(tmp_path_factory):
 
 
 def decode(policy_folder, draft_folder=None):
-    """Per prompt: its greedy tokens, and the proposer's (last verified position, sampled token, proposals) by call."""
+    """Per prompt: greedy tokens, and each call's (last verified position, sampled token, proposals)."""
     from vllm import LLM, SamplingParams
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
     calls, results, propose = [], [], SpecDecodeBaseProposer.propose
 
-    def noted(self, num_speculative_tokens, target_token_ids, target_positions, target_hidden_states, next_token_ids,
-              token_indices_to_sample, common_attn_metadata, *args, **kwargs):
+    def noted(
+        self,
+        num_speculative_tokens,
+        target_token_ids,
+        target_positions,
+        target_hidden_states,
+        next_token_ids,
+        token_indices_to_sample,
+        common_attn_metadata,
+        *args,
+        **kwargs,
+    ):
         rows = token_indices_to_sample
         row = int(common_attn_metadata.query_start_loc[1] - 1 if rows is None else rows[0])
         position, sampled = int(target_positions[row]), int(next_token_ids[0])
-        out = propose(self, num_speculative_tokens, target_token_ids, target_positions, target_hidden_states,
-                      next_token_ids, token_indices_to_sample, common_attn_metadata, *args, **kwargs)
+        out = propose(
+            self,
+            num_speculative_tokens,
+            target_token_ids,
+            target_positions,
+            target_hidden_states,
+            next_token_ids,
+            token_indices_to_sample,
+            common_attn_metadata,
+            *args,
+            **kwargs,
+        )
         calls.append((position, sampled, out[0].tolist()))
         return out
 
     speculation = {"method": "eagle3", "model": str(draft_folder), "num_speculative_tokens": NUM_TOKENS}
     llm = LLM(
-        model=str(policy_folder), dtype="float32", enforce_eager=True, max_model_len=128, max_num_seqs=4,
-        max_num_batched_tokens=256, kv_cache_memory_bytes=16 << 20, skip_tokenizer_init=True,
+        model=str(policy_folder),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=128,
+        max_num_seqs=4,
+        max_num_batched_tokens=256,
+        kv_cache_memory_bytes=16 << 20,
+        skip_tokenizer_init=True,
         speculative_config=speculation if draft_folder else None,
     )
     params = SamplingParams(temperature=0.0, max_tokens=36, ignore_eos=True, detokenize=False)
@@ -105,12 +165,17 @@ def decode(policy_folder, draft_folder=None):
 
 @torch.no_grad()
 def policy_rows(policy, tokens_T, tap_ids):
-    """Residual streams entering the tapped layers ([T,E] each) and the final-normed rows, from transformers' forward."""
+    """Residual streams entering the tapped layers and the final-normed rows, by transformers; [T,E] each."""
     streams, hooks = {}, []
     for index, module in enumerate([*policy.model.layers, policy.model.norm]):
-        hooks.append(module.register_forward_pre_hook(
-            lambda _, args, kwargs, index=index: streams.update({index: (args[0] if args else kwargs["hidden_states"])[0]}),
-            with_kwargs=True))
+        hooks.append(
+            module.register_forward_pre_hook(
+                lambda _, args, kwargs, index=index: streams.update(
+                    {index: (args[0] if args else kwargs["hidden_states"])[0]}
+                ),
+                with_kwargs=True,
+            )
+        )
     hidden_TE = policy.model(tokens_T[None]).last_hidden_state[0]
     for hook in hooks:
         hook.remove()
@@ -124,7 +189,10 @@ def train(draft, served, steps=60):
     taps = [torch.cat(parts) for parts in zip(*(taps for taps, _ in rows), strict=True)]
     hidden_TE, tokens_T = torch.cat([hidden for _, hidden in rows]), torch.tensor(sum(tokens, []))
     layout = PackedZigzag([len(one) for one in tokens])
-    embed_TE, head_VE = served.policy.model.embed_tokens.weight[tokens_T].detach(), served.policy.lm_head.weight
+    embed_TE, head_VE = (
+        served.policy.model.embed_tokens.weight[tokens_T].detach(),
+        served.policy.lm_head.weight,
+    )
     targets = draft.targets(hidden_TE, head_VE, tokens_T, torch.ones_like(tokens_T), layout)
     optimizer = torch.optim.Adam(draft.parameters(), lr=3e-3)
     for _ in range(steps):
@@ -155,7 +223,9 @@ def test_served_proposals_are_the_trained_drafts(served, tmp_path, name):
         tokens_T = torch.tensor(prompt + tokens)
         taps, _ = policy_rows(served.policy, tokens_T, draft.tap_ids)
         layout = PackedZigzag([len(tokens_T)])
-        expected_TN = draft.propose(tokens_T, taps, served.policy.model.embed_tokens.weight, layout, NUM_TOKENS)
+        expected_TN = draft.propose(
+            tokens_T, taps, served.policy.model.embed_tokens.weight, layout, NUM_TOKENS
+        )
         assert expected_TN[-1].tolist() == [-1] * NUM_TOKENS
         for position, sampled, proposals in calls:
             if position + 1 >= len(tokens_T):

@@ -16,6 +16,7 @@ from __future__ import annotations
 import pytest
 import torch
 from draft_oracle import dense_unroll, gather_rows, policy_shape, random_draft, unroll_rows
+
 from torchspec.context_parallel.layout import PackedZigzag
 from torchspec.draft.config import DraftConfig
 from torchspec.draft.eagle3 import Eagle3Draft
@@ -63,8 +64,15 @@ def inputs(draft: Eagle3Draft, tokens: int, seed: int):
 def run_oracle(draft, taps, embeds, positions, masks):
     shape = draft.shape
     return dense_unroll(
-        dict(draft.named_parameters()), torch.cat(taps, dim=-1), embeds, positions, masks,
-        head_dim=shape.head_dim, theta=shape.rope_theta, eps=shape.norm_eps, norm_before_residual=shape.norm_before_residual,
+        dict(draft.named_parameters()),
+        torch.cat(taps, dim=-1),
+        embeds,
+        positions,
+        masks,
+        head_dim=shape.head_dim,
+        theta=shape.rope_theta,
+        eps=shape.norm_eps,
+        norm_before_residual=shape.norm_before_residual,
     )
 
 
@@ -84,7 +92,9 @@ def assert_same(actual, expected, tolerance=1e-12, note=""):
 @pytest.mark.parametrize("norm_before_residual", [False, True])
 def test_six_tokens_by_hand(norm_before_residual):
     draft = random_draft(3, ttt_steps=3, norm_before_residual=norm_before_residual)
-    table_VE = torch.randn(11, 12, generator=torch.Generator().manual_seed(5), dtype=torch.float64).requires_grad_()
+    table_VE = torch.randn(
+        11, 12, generator=torch.Generator().manual_seed(5), dtype=torch.float64
+    ).requires_grad_()
     taps, _ = inputs(draft, 6, seed=4)
     zero = torch.zeros(12, dtype=torch.float64)
     embeds = [torch.stack([zero if x is None else table_VE[x] for x in row]) for row in INPUT_TOKENS]
@@ -155,7 +165,9 @@ def test_passes_feed_back_with_gradient():
     """The last pass alone reaches fc, through the hidden states that earlier passes fed back."""
     draft = random_draft(12, ttt_steps=3)
     taps, embed = inputs(draft, 4, seed=13)
-    (gradient,) = torch.autograd.grad(draft(taps, embed, PackedZigzag([4]))[2].square().sum(), draft.fc.weight)
+    (gradient,) = torch.autograd.grad(
+        draft(taps, embed, PackedZigzag([4]))[2].square().sum(), draft.fc.weight
+    )
     assert gradient.abs().max() > 1e-6
 
 

@@ -1,10 +1,10 @@
 """What every draft is: an abstract module, and the registry that finds a draft class by name.
 
-A draft lives beside the policy and never touches it: taps, embedding rows, teacher hidden states and the teacher's head
-reach it detached. To add one, subclass ``Draft`` and either register it below or name it in the config as
-``module:Class`` or ``path/to/file.py:Class``.
+A draft lives beside the policy and never touches it: taps, embedding rows, teacher hidden states and the
+teacher's head reach it detached. To add one, subclass ``Draft`` and either register it below or name it in
+the config as ``module:Class`` or ``path/to/file.py:Class``.
 
-Legend: T tokens in a pack, E hidden size, V policy vocabulary, Vd draft vocabulary, K passes, R teacher rows (= T).
+Legend: T tokens in a pack, E hidden size, V policy vocabulary, Vd draft vocabulary, K passes.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ class Draft(nn.Module, abc.ABC):
         vllm_method: ``method`` of vLLM's speculative_config for this draft.
         tap_ids: ascending tap ids that ``forward`` consumes, in that order.
         num_passes: K, passes of the unroll.
-        compute_dtype: dtype of forward and backward; parameters stay in their own dtype (fp32 masters) and are cast at
-            use, which is a no-op when the two are equal.
-        d2t: int64 buffer [Vd] with target_id = i + d2t[i], or None when the draft speaks the policy's vocabulary.
+        compute_dtype: dtype of forward and backward; parameters stay in their own dtype (fp32 masters) and
+            are cast at use, which is a no-op when the two are equal.
+        d2t: int64 buffer [Vd] with target_id = i + d2t[i], or None when the draft speaks the policy's
+            vocabulary.
     """
 
     vllm_method: ClassVar[str]
@@ -75,13 +76,16 @@ class Draft(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def init_from_policy(
-        self, head_weight_VE: Tensor, embed_weight_VE: Tensor | None = None, token_counts_V: Tensor | None = None
+        self,
+        head_weight_VE: Tensor,
+        embed_weight_VE: Tensor | None = None,
+        token_counts_V: Tensor | None = None,
     ) -> None:
         """Start the draft's own head from the policy's, and choose the draft vocabulary by token counts."""
 
     @abc.abstractmethod
     def forward(self, taps: list[Tensor], embed_TE: Tensor, layout: PackedZigzag) -> list[Tensor]:
-        """The whole K-pass unroll: taps [T,E] in tap_ids order -> K hidden states [T,E] that ``head_weight`` reads."""
+        """The whole K-pass unroll: taps [T,E] in tap_ids order -> K final-normed hidden states [T,E]."""
 
     @property
     @abc.abstractmethod
@@ -101,8 +105,8 @@ class Draft(nn.Module, abc.ABC):
     ) -> Any:
         """What the policy teaches in one microbatch, with ``counts_K``: rows that count in each pass.
 
-        The trainer sums counts_K over microbatches and ranks before it asks for the first loss. mask_T is 1 where x[t]
-        is a trained token.
+        The trainer sums counts_K over microbatches and ranks before it asks for the first loss. mask_T is 1
+        where x[t] is a trained token.
         """
 
     @abc.abstractmethod
@@ -117,13 +121,18 @@ class Draft(nn.Module, abc.ABC):
         draft_sampling: str = "greedy",
         chunk_rows: int = 1024,
     ) -> DistillOutput:
-        """Distillation loss of one microbatch, already divided by the step's counts; gradient to the draft only."""
+        """Distillation loss of one microbatch, divided by the step's counts; gradient to the draft only."""
 
     @abc.abstractmethod
     def propose(
-        self, tokens_T: Tensor, taps: list[Tensor], embed_weight_VE: Tensor, layout: PackedZigzag, num_tokens: int
+        self,
+        tokens_T: Tensor,
+        taps: list[Tensor],
+        embed_weight_VE: Tensor,
+        layout: PackedZigzag,
+        num_tokens: int,
     ) -> Tensor:
-        """Greedy proposals [T, num_tokens] after every prefix, the draft's own argmax fed back as the server does."""
+        """Greedy proposals [T, num_tokens] after every prefix, the draft's own argmax fed back as served."""
 
     @abc.abstractmethod
     def hf_config(self) -> dict[str, Any]:
@@ -137,7 +146,9 @@ class Draft(nn.Module, abc.ABC):
         """Write config.json and model.safetensors as one atomic step; dtype None keeps the master dtype."""
         from torchspec.draft.folder import write_model_folder
 
-        write_model_folder(folder, self.hf_config(), self.hf_weights(), dtype or next(self.parameters()).dtype)
+        write_model_folder(
+            folder, self.hf_config(), self.hf_weights(), dtype or next(self.parameters()).dtype
+        )
 
 
 def load_draft_class(name: str) -> type[Draft]:
@@ -155,7 +166,9 @@ def load_draft_class(name: str) -> type[Draft]:
         )
     found = load_object(REGISTRY.get(name, name))
     if not (isinstance(found, type) and issubclass(found, Draft)):
-        raise ConfigError(f"draft.algorithm {name!r} is {found!r}, not a subclass of torchspec.draft.base.Draft.")
+        raise ConfigError(
+            f"draft.algorithm {name!r} is {found!r}, not a subclass of torchspec.draft.base.Draft."
+        )
     return found
 
 
@@ -168,7 +181,7 @@ def build_draft(
     dtype: torch.dtype = torch.float32,
     compute_dtype: torch.dtype | None = None,
 ) -> Draft:
-    """The configured draft: loaded where config.path names a folder, else random (call ``init_from_policy`` next).
+    """The configured draft: loaded where config.path names a folder, else random (then ``init_from_policy``).
 
     Args:
         config: the [draft] table.

@@ -1,4 +1,4 @@
-"""Model folders of drafts: config.json + safetensors, written in one step, read with errors that are sentences."""
+"""Model folders of drafts: config.json + safetensors, written in one step, read with checks."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ WEIGHTS_NAME = "model.safetensors"
 def write_model_folder(
     folder: str | Path, config: Mapping[str, Any], weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype
 ) -> None:
-    """Write config.json and model.safetensors beside ``folder``, then put the complete copy in its place by a rename.
+    """Write config.json and model.safetensors beside ``folder``, then rename the complete copy into place.
 
-    Floating tensors are stored as ``dtype``, integer ones as they are. A failure (full disk, no permission) leaves what
-    was in ``folder`` and removes the half-written copy.
+    Floating tensors are stored as ``dtype``, integer ones as they are. A failure (full disk, no permission)
+    leaves what was in ``folder`` and removes the half-written copy.
 
     Raises:
         RunError: with the folder and the cause.
@@ -61,7 +61,7 @@ def _storable(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _sync(path: Path) -> None:
-    """Flush a file or a folder's entries to the disk, so that a power cut cannot leave a renamed but empty file."""
+    """Flush a file or a folder's entries to the disk: no power cut leaves a renamed but empty file."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -70,7 +70,7 @@ def _sync(path: Path) -> None:
 
 
 def _replace_folder(new: Path, folder: Path) -> None:
-    """Rename ``new`` to ``folder``. POSIX cannot swap two full folders, so the old one steps aside for one rename."""
+    """Rename ``new`` to ``folder``. A rename cannot replace a full folder: the old one steps aside first."""
     old = new.with_name(new.name.replace(".new-", ".old-"))
     if folder.exists():
         os.rename(folder, old)
@@ -116,7 +116,9 @@ def read_weights(folder: str | Path) -> dict[str, Tensor]:
 
     paths = sorted(Path(folder).glob("*.safetensors"))
     if not paths:
-        raise ConfigError(f"The draft folder {folder} has no *.safetensors file (other formats are not read).")
+        raise ConfigError(
+            f"The draft folder {folder} has no *.safetensors file (other formats are not read)."
+        )
     weights: dict[str, Tensor] = {}
     for path in paths:
         try:
@@ -132,9 +134,13 @@ def read_weights(folder: str | Path) -> dict[str, Tensor]:
 
 
 def check_census(
-    found: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], folder: str | Path, ignored: Iterable[str] = ()
+    found: Mapping[str, Tensor],
+    expected: Mapping[str, tuple[int, ...]],
+    folder: str | Path,
+    ignored: Iterable[str] = (),
 ) -> None:
-    """Compare tensor names and shapes both ways. vLLM leaves missing draft tensors uninitialised without a word.
+    """Compare tensor names and shapes both ways. vLLM leaves missing draft tensors uninitialised without a
+    word.
 
     Raises:
         ConfigError: names every missing, unknown or misshaped tensor.
@@ -155,5 +161,7 @@ def check_census(
         problems.append("wrong shape: " + ", ".join(wrong))
     if problems:
         raise ConfigError(
-            f"The draft weights in {folder} do not fit its config.json and the policy; " + "; ".join(problems) + "."
+            f"The draft weights in {folder} do not fit its config.json and the policy; "
+            + "; ".join(problems)
+            + "."
         )

@@ -1,8 +1,9 @@
 """Rotary position embedding of drafts, with the rope scalings that vLLM serves for a Llama-style draft.
 
-The layout is "neox" (Hugging Face): dimension i rotates together with dimension i + D/2. Frequencies are made in fp32 by the same
-formulas as vLLM and transformers, so that the trained draft and the served draft agree at long positions too (an fp64
-table rounded to fp32 differs by 1e-7 relative, which is 1e-2 radians at position 100k). In fp64 everything is fp64.
+The layout is "neox" (Hugging Face): dimension i rotates together with dimension i + D/2. Frequencies are made
+in fp32 by the same formulas as vLLM and transformers, so that the trained draft and the served draft agree at
+long positions too (an fp64 table rounded to fp32 differs by 1e-7 relative, which is 1e-2 radians at position
+100k). In fp64 everything is fp64.
 
 Legend: T tokens, H heads (query or key/value), D head dim, F = D/2 frequencies.
 """
@@ -34,8 +35,8 @@ def check_rope_scaling(scaling: dict[str, Any] | None) -> dict[str, Any] | None:
     """Return the scaling in one spelling ('rope_type' and its own keys), or None for plain RoPE.
 
     Args:
-        scaling: Hugging Face's rope_scaling or rope_parameters entry; 'type' is accepted for 'rope_type', and a
-            'rope_theta' inside it is dropped (the caller reads it apart).
+        scaling: Hugging Face's rope_scaling or rope_parameters entry; 'type' is accepted for 'rope_type', and
+            a 'rope_theta' inside it is dropped (the caller reads it apart).
 
     Raises:
         ConfigError: a type or key that this module cannot reproduce.
@@ -47,18 +48,27 @@ def check_rope_scaling(scaling: dict[str, Any] | None) -> dict[str, Any] | None:
     if entries.get("partial_rotary_factor", 1.0) == 1.0:
         entries.pop("partial_rotary_factor", None)
     if rope_type not in ROPE_KEYS:
-        raise ConfigError(f"Rope scaling {rope_type!r} is not supported for a draft; supported are {', '.join(ROPE_KEYS)}.")
+        raise ConfigError(
+            f"Rope scaling {rope_type!r} is not supported for a draft; supported are {', '.join(ROPE_KEYS)}."
+        )
     needed, optional = ROPE_KEYS[rope_type]
     entries = {key: value for key, value in entries.items() if value is not None}
     if missing := sorted(needed - set(entries)):
         raise ConfigError(f"Rope scaling {rope_type!r} lacks {', '.join(missing)}.")
     if unknown := sorted(set(entries) - needed - optional):
-        raise ConfigError(f"Rope scaling {rope_type!r} has entries that a draft cannot reproduce: {', '.join(unknown)}.")
+        raise ConfigError(
+            f"Rope scaling {rope_type!r} has entries that a draft cannot reproduce: {', '.join(unknown)}."
+        )
     return None if rope_type == "default" else {"rope_type": rope_type, **entries}
 
 
 def rope_frequencies(
-    head_dim: int, theta: float, scaling: dict[str, Any] | None, *, dtype: torch.dtype, device: torch.device | str
+    head_dim: int,
+    theta: float,
+    scaling: dict[str, Any] | None,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
 ) -> tuple[Tensor, float]:
     """Inverse frequencies [F] of the rotation and the factor on cos and sin (1 except for yarn).
 
@@ -129,7 +139,9 @@ def rope_tables(
 ) -> tuple[Tensor, Tensor]:
     """cos [T,F] and sin [T,F] at integer positions; fp64 when dtype is fp64, else fp32."""
     table_dtype = torch.promote_types(dtype, torch.float32)
-    inverse_F, magnitude = rope_frequencies(head_dim, theta, scaling, dtype=table_dtype, device=positions_T.device)
+    inverse_F, magnitude = rope_frequencies(
+        head_dim, theta, scaling, dtype=table_dtype, device=positions_T.device
+    )
     angle_TF = positions_T.to(table_dtype)[:, None] * inverse_F
     return angle_TF.cos() * magnitude, angle_TF.sin() * magnitude
 

@@ -1,4 +1,4 @@
-"""EAGLE-3: shape.py (sizes, checked), model.py (the unroll), loss.py (distillation), export.py (the checkpoint)."""
+"""EAGLE-3: shape.py (sizes), model.py (the unroll), loss.py (distillation), export.py (the checkpoint)."""
 
 from torchspec.draft.eagle3.model import Eagle3Draft
 from torchspec.draft.eagle3.shape import Eagle3Shape

@@ -1,8 +1,8 @@
 """The EAGLE-3 checkpoint as vLLM 0.32 reads it: config.json, tensor names, and the way back.
 
-Source of the contract: vllm/model_executor/models/llama_eagle3.py (read at 0.32.0). The module tree of ``Eagle3Draft``
-carries the checkpoint's names (``midlayer.self_attn.q_proj.weight``...), so that a tensor has one name everywhere.
-There is no embed_tokens: vLLM shares the policy's, which the draft is trained with too.
+Source of the contract: vllm/model_executor/models/llama_eagle3.py (read at 0.32.0). The module tree of
+``Eagle3Draft`` carries the checkpoint's names (``midlayer.self_attn.q_proj.weight``...), so that a tensor has
+one name everywhere. There is no embed_tokens: vLLM shares the policy's, which the draft is trained with too.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ UNSUPPORTED = {
 
 
 def hf_config(shape: Eagle3Shape) -> dict[str, Any]:
-    """config.json of a draft. Tap ids are always written: vLLM's fallback layers would serve a draft trained on others."""
+    """config.json of a draft. Tap ids are always written: vLLM's fallback would feed it other layers."""
     rope = {"rope_theta": shape.rope_theta, **(shape.rope_scaling or {"rope_type": "default"})}
     config = {
         "architectures": [ARCHITECTURES[0]],
@@ -68,7 +68,8 @@ def hf_config(shape: Eagle3Shape) -> dict[str, Any]:
     if shape.rope_scaling is not None:
         config["rope_scaling"] = shape.rope_scaling  # the spelling of transformers 4
     if len(shape.tap_ids) != 3:
-        config["num_aux_hidden_states"] = len(shape.tap_ids)  # vLLM assumes 3 when the ids stand at the top level
+        # vLLM assumes 3 when the ids stand at the top level
+        config["num_aux_hidden_states"] = len(shape.tap_ids)
     return config
 
 
@@ -100,18 +101,22 @@ def hf_weights(draft: Eagle3Draft) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of the whole checkpoint, gathered where a tensor is sharded, in the master dtype.
 
     Raises:
-        RuntimeError: the module tree and the checkpoint's census differ (a programming error, never exported).
+        RuntimeError: the module tree and the checkpoint's census differ (a programming error).
     """
     state = draft.state_dict()
     expected = expected_tensors(draft.shape)
     if set(state) != set(expected):
-        raise RuntimeError(f"The draft's tensors are not the checkpoint's: {sorted(set(state) ^ set(expected))}.")
+        raise RuntimeError(
+            f"The draft's tensors are not the checkpoint's: {sorted(set(state) ^ set(expected))}."
+        )
     for name in expected:
         tensor = state[name].detach()
         yield name, tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def shape_from_hf(found: Mapping[str, Any], config: DraftConfig, policy: PolicyShape, folder: str | Path) -> Eagle3Shape:
+def shape_from_hf(
+    found: Mapping[str, Any], config: DraftConfig, policy: PolicyShape, folder: str | Path
+) -> Eagle3Shape:
     """The shape that a checkpoint's config.json declares, checked against the policy and the [draft] table.
 
     The context length is the policy's, whatever the file says: a stale one would end drafting there.
@@ -135,24 +140,36 @@ def shape_from_hf(found: Mapping[str, Any], config: DraftConfig, policy: PolicyS
         "draft_vocab_size": found.get("draft_vocab_size") or found.get("vocab_size"),
     }
     if absent := [name for name, value in declared.items() if not isinstance(value, int)]:
-        raise ConfigError(f"config.json of the draft in {folder} gives no whole number for {', '.join(absent)}.")
+        raise ConfigError(
+            f"config.json of the draft in {folder} gives no whole number for {', '.join(absent)}."
+        )
     for name in ("hidden_size", "vocab_size"):
         if declared[name] != getattr(own, name):
             raise ConfigError(
-                f"The draft in {folder} has {name} {declared[name]}, the policy {getattr(own, name)}: it was made for another "
+                f"The draft in {folder} has {name} {declared[name]}, the policy "
+                f"{getattr(own, name)}: it was made for another "
                 "policy. Name a draft of this policy in draft.path, or leave it empty."
             )
-    settings = {"num_heads": "num_heads", "num_kv_heads": "num_kv_heads", "head_dim": "head_dim",
-                "intermediate_size": "intermediate_size", "draft_vocab_size": "vocab_size"}
+    settings = {
+        "num_heads": "num_heads",
+        "num_kv_heads": "num_kv_heads",
+        "head_dim": "head_dim",
+        "intermediate_size": "intermediate_size",
+        "draft_vocab_size": "vocab_size",
+    }
     for name, setting in settings.items():
         wanted = getattr(config, setting)
         if wanted and wanted != declared[name]:
             raise ConfigError(
-                f"draft.{setting} is {wanted}, but the draft in {folder} has {declared[name]}; leave the setting at 0."
+                f"draft.{setting} is {wanted}, but the draft in {folder} has {declared[name]}; "
+                "leave the setting at 0."
             )
     norm_before_residual = bool(found.get("norm_before_residual", False))
     if config.norm_before_residual and not norm_before_residual:
-        raise ConfigError(f"draft.norm_before_residual is true, but the draft in {folder} was trained without it; leave it out.")
+        raise ConfigError(
+            f"draft.norm_before_residual is true, but the draft in {folder} was trained without "
+            "it; leave it out."
+        )
     return replace(
         own,
         **declared,
@@ -167,32 +184,47 @@ def _refuse_unsupported(found: Mapping[str, Any], eagle: Mapping[str, Any], fold
     architectures = found.get("architectures") or []
     if not set(architectures) & set(ARCHITECTURES):
         raise ConfigError(
-            f"The draft in {folder} has architectures {list(architectures)}; eagle3 reads {', '.join(ARCHITECTURES)}."
+            f"The draft in {folder} has architectures {list(architectures)}; eagle3 reads "
+            f"{', '.join(ARCHITECTURES)}."
         )
     for name, harmless in UNSUPPORTED.items():
         value = eagle.get(name, found.get(name))
         if value is not None and value != harmless:
-            raise ConfigError(f"The draft in {folder} has {name} = {value!r}; this EAGLE-3 draft supports {harmless!r} only.")
+            raise ConfigError(
+                f"The draft in {folder} has {name} = {value!r}; this EAGLE-3 draft supports "
+                f"{harmless!r} only."
+            )
     target = found.get("target_hidden_size")
     if target is not None and target != found.get("hidden_size"):
-        raise ConfigError(f"The draft in {folder} is {found.get('hidden_size')} wide for a policy {target} wide; equal widths are supported only.")
+        raise ConfigError(
+            f"The draft in {folder} is {found.get('hidden_size')} wide for a policy {target} "
+            "wide; equal widths are supported only."
+        )
 
 
 def _tap_ids(
-    found: Mapping[str, Any], eagle: Mapping[str, Any], config: DraftConfig, policy: PolicyShape, folder: str | Path
+    found: Mapping[str, Any],
+    eagle: Mapping[str, Any],
+    config: DraftConfig,
+    policy: PolicyShape,
+    folder: str | Path,
 ) -> tuple[int, ...]:
     """Tap ids of the file, or of the config where the file has none; both present must agree."""
     ids = found.get("eagle_aux_hidden_state_layer_ids") or eagle.get("eagle_aux_hidden_state_layer_ids")
     if not ids and not config.tap_ids:
         raise ConfigError(
-            f"The draft in {folder} does not say which tap ids it was trained on (eagle_aux_hidden_state_layer_ids): "
+            f"The draft in {folder} does not say which tap ids it was trained on "
+            "(eagle_aux_hidden_state_layer_ids): "
             "set draft.tap_ids to them."
         )
     if not ids:
         return check_tap_ids(config.tap_ids, policy.num_layers)
-    ids = check_tap_ids(sorted(ids), policy.num_layers)  # as vLLM does: fc's columns ascend whatever the list's order
+    # sorted as vLLM does: fc's columns ascend whatever the list's order
+    ids = check_tap_ids(sorted(ids), policy.num_layers)
     if config.tap_ids and tuple(config.tap_ids) != ids:
-        raise ConfigError(f"draft.tap_ids is {list(config.tap_ids)}, but the draft in {folder} was trained on {list(ids)}.")
+        raise ConfigError(
+            f"draft.tap_ids is {list(config.tap_ids)}, but the draft in {folder} was trained on {list(ids)}."
+        )
     return ids
 
 
@@ -210,7 +242,8 @@ def read_checkpoint(
     found = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in read_weights(folder).items()}
     if "embed_tokens.weight" in found:
         raise ConfigError(
-            f"The draft in {folder} carries its own embed_tokens.weight. A TorchSpec draft shares the policy's embedding: "
+            f"The draft in {folder} carries its own embed_tokens.weight. A TorchSpec draft shares "
+            "the policy's embedding: "
             "remove the tensor if it is a copy of the policy's."
         )
     found.pop("t2d", None)
@@ -222,14 +255,19 @@ def read_checkpoint(
 
 
 def check_d2t(d2t_Vd: Tensor, vocab_size: int) -> None:
-    """Refuse a d2t that is not int64 or whose targets (i + d2t[i]) repeat or leave the policy's vocabulary."""
+    """Refuse a d2t that is not int64 or whose targets (i + d2t[i]) repeat or leave the vocabulary."""
     if d2t_Vd.dtype != torch.int64:
-        raise ConfigError(f"The draft's d2t is {d2t_Vd.dtype}; it must be int64 offsets (target id = i + d2t[i]).")
+        raise ConfigError(
+            f"The draft's d2t is {d2t_Vd.dtype}; it must be int64 offsets (target id = i + d2t[i])."
+        )
     targets_Vd = torch.arange(len(d2t_Vd), device=d2t_Vd.device) + d2t_Vd
     if bool((targets_Vd < 0).any()) or bool((targets_Vd >= vocab_size).any()):
         raise ConfigError(
-            f"The draft's d2t points to token {int(targets_Vd.min())}..{int(targets_Vd.max())}, outside the policy's "
+            f"The draft's d2t points to token {int(targets_Vd.min())}..{int(targets_Vd.max())}, "
+            "outside the policy's "
             f"vocabulary of {vocab_size}; it must hold offsets (target id = i + d2t[i])."
         )
     if len(targets_Vd.unique()) != len(targets_Vd):
-        raise ConfigError("The draft's d2t names a policy token twice; it must hold offsets (target id = i + d2t[i]).")
+        raise ConfigError(
+            "The draft's d2t names a policy token twice; it must hold offsets (target id = i + d2t[i])."
+        )

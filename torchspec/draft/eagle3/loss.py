@@ -1,7 +1,7 @@
 """Which policy row teaches which draft row, and the distillation loss of the unroll.
 
-Row t at pass k predicts x[t+2+k]; its teacher is the policy's distribution at row t+1+k, detached; it counts where
-x[t+2+k] is a trained token of the same document. One document of six tokens, x[3..5] trained, K = 2:
+Row t at pass k predicts x[t+2+k]; its teacher is the policy's distribution at row t+1+k, detached; it counts
+where x[t+2+k] is a trained token of the same document. One document of six tokens, x[3..5] trained, K = 2:
 
     row t           0     1     2     3     4     5
     pass 0 target   x2    x3    x4    x5    -     -       counts: rows 1, 2, 3   (taught by rows 2, 3, 4)
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Targets(NamedTuple):
-    """One microbatch's teaching. Made before any loss, because the loss divides by counts of the whole optimizer step."""
+    """One microbatch's teaching. Made before any loss, which divides by counts of the whole step."""
 
     hidden_RE: Tensor
     """The policy's final-normed rows, detached."""
@@ -33,7 +33,7 @@ class Targets(NamedTuple):
     next_ids_R: Tensor
     """int64: the token after each teacher row."""
     counts_K: Tensor
-    """int64: rows that count in each pass of this microbatch. Sum over microbatches and ranks, then give to the loss."""
+    """int64: rows that count in each pass of this microbatch. The loss wants the whole step's sum."""
 
 
 @torch.no_grad()
@@ -51,7 +51,8 @@ def eagle3_targets(
 
     Args:
         policy_hidden_TE: input of the policy's head at every row.
-        policy_head_VE: the policy's head; read only where the position gate needs the policy's most likely token.
+        policy_head_VE: the policy's head; read only where the position gate needs the policy's most likely
+            token.
         tokens_T: int64 token ids.
         mask_T: 1 where x[t] is a trained token (the predicted token, not the predicting row).
         layout: the pack's documents.

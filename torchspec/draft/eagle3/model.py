@@ -2,7 +2,8 @@
 
 Row t of a document (x its tokens, p(t) its position), pass k:
 
-    input    embedding of x[t+1+k], beside fc(cat(taps[t])) for k = 0, else the pre-final-norm output of pass k-1 at row t
+    input    embedding of x[t+1+k], beside fc(cat(taps[t])) for k = 0, else beside what pass k-1 gave at row t
+             (before the final norm)
     rope     p(t) + k, for the query and for the key that this pass adds
     keys     the trunk (pass 0) at rows 0..t of the document, plus the branch: row t of passes 1..k
     output   the hidden state whose head predicts x[t+2+k]
@@ -18,10 +19,11 @@ One document of four tokens, K = 3. Each row of the table is a query, 1 marks a 
     pass 2 r0  1  .  .  .       1  .  .  .         1  .  .  .
            r2  1  1  1  .       .  .  1  .         .  .  1  .
 
-This is what the served draft computes when it proposes after row t: trunk rows of verified tokens, then its own guesses.
+This is what the served draft computes when it proposes after row t: trunk rows of verified tokens, then its
+own guesses.
 
-Legend: T tokens in a pack, E hidden size, H query heads, G key/value heads, D head dim, V policy vocabulary, Vd draft
-vocabulary, K passes, N proposed tokens.
+Legend: T tokens in a pack, E hidden size, H query heads, G key/value heads, D head dim, V policy vocabulary,
+Vd draft vocabulary, K passes, N proposed tokens.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ ARGMAX_ROWS = 1024
 class Linear(nn.Module):
     """Bias-free linear map whose fp32 master weight [out,in] is cast to the input's dtype at use.
 
-    The cast is part of each call, so that the bf16 gradients of several passes are summed in the master's fp32.
+    The cast is part of each call, so that the bf16 gradients of several passes are summed in the master's
+    fp32.
     """
 
     def __init__(self, in_features: int, out_features: int) -> None:
@@ -81,7 +84,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Projections of the draft's attention. Its input is [embedding, hidden], 2E wide; no bias, no norm on q and k."""
+    """Projections of the attention. Their input is [embedding, hidden], 2E wide; no bias, no q/k norm."""
 
     def __init__(self, shape: Eagle3Shape) -> None:
         super().__init__()
@@ -94,7 +97,8 @@ class Attention(nn.Module):
     def project(self, x_T2E: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated query [T,H,D], rotated key [T,G,D], value [T,G,D]."""
         q_THD, k_TGD, v_TGD = (
-            projection(x_T2E).unflatten(-1, (-1, self.head_dim)) for projection in (self.q_proj, self.k_proj, self.v_proj)
+            projection(x_T2E).unflatten(-1, (-1, self.head_dim))
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         return apply_rope(q_THD, *rope), apply_rope(k_TGD, *rope), v_TGD
 
@@ -114,7 +118,7 @@ class MLP(nn.Module):
 
 
 class Trunk:
-    """Keys and values of one unroll: the trunk of pass 0 and the branches after it, referenced and never re-stacked."""
+    """Keys and values of one unroll: the trunk of pass 0, then the branches, never re-stacked."""
 
     def __init__(self, layout: PackedZigzag) -> None:
         self.layout = layout
@@ -139,7 +143,7 @@ class Trunk:
 
 
 class DecoderLayer(nn.Module):
-    """The draft's one layer; ``norm_before_residual`` decides whether the residual carries the normed hidden state."""
+    """The draft's one layer; with ``norm_before_residual`` the residual carries the normed hidden state."""
 
     def __init__(self, shape: Eagle3Shape) -> None:
         super().__init__()
@@ -150,8 +154,10 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps)
         self.mlp = MLP(shape)
 
-    def forward(self, embed_TE: Tensor, hidden_TE: Tensor, rope: tuple[Tensor, Tensor], trunk: Trunk) -> Tensor:
-        """One pass: embedding rows [T,E] and fed-back hidden rows [T,E] -> pre-final-norm hidden rows [T,E]."""
+    def forward(
+        self, embed_TE: Tensor, hidden_TE: Tensor, rope: tuple[Tensor, Tensor], trunk: Trunk
+    ) -> Tensor:
+        """One pass: embedding rows, fed-back hidden rows -> hidden rows before the final norm; [T,E]."""
         normed_TE = self.hidden_norm(hidden_TE)
         residual_TE = normed_TE if self.norm_before_residual else hidden_TE
         x_T2E = torch.cat((self.input_layernorm(embed_TE), normed_TE), dim=-1)
@@ -161,7 +167,7 @@ class DecoderLayer(nn.Module):
 
 
 class Eagle3Draft(Draft):
-    """EAGLE-3 (arXiv 2503.01840) with training-time test over packed documents; see the module's text for the semantics.
+    """EAGLE-3 (arXiv 2503.01840) with training-time test over packed documents, as told at the top.
 
     Attributes:
         shape: sizes and options.
@@ -176,11 +182,14 @@ class Eagle3Draft(Draft):
             raise ConfigError(f"draft.ttt_steps is {config.ttt_steps}; the unroll needs at least one pass.")
         if config.pass_weights and len(config.pass_weights) != config.ttt_steps:
             raise ConfigError(
-                f"draft.pass_weights has {len(config.pass_weights)} numbers for {config.ttt_steps} passes (draft.ttt_steps); "
+                f"draft.pass_weights has {len(config.pass_weights)} numbers for "
+                f"{config.ttt_steps} passes (draft.ttt_steps); "
                 "give one per pass, or none."
             )
         if config.args:
-            raise ConfigError(f"draft.args has {', '.join(sorted(config.args))}; eagle3 takes no free settings.")
+            raise ConfigError(
+                f"draft.args has {', '.join(sorted(config.args))}; eagle3 takes no free settings."
+            )
         self.shape = shape
         self.config = config
         self.tap_ids = shape.tap_ids
@@ -203,7 +212,7 @@ class Eagle3Draft(Draft):
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> Eagle3Draft:
-        """Random weights (normal, std 1/sqrt(inputs); norms 1), drawn on the CPU so that the device does not matter.
+        """Random weights (normal, std 1/sqrt(inputs); norms 1), drawn on the CPU: the device does not matter.
 
         Raises:
             ConfigError: a setting that cannot work.
@@ -227,7 +236,7 @@ class Eagle3Draft(Draft):
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> Eagle3Draft:
-        """A draft from its checkpoint; sizes, options and tap ids are the file's, passes and training are the config's.
+        """A draft from its checkpoint: sizes, options and tap ids are the file's, the rest is the config's.
 
         Raises:
             ConfigError: the folder cannot be read, or does not fit the policy or the config.
@@ -240,28 +249,35 @@ class Eagle3Draft(Draft):
 
     @torch.no_grad()
     def init_from_policy(
-        self, head_weight_VE: Tensor, embed_weight_VE: Tensor | None = None, token_counts_V: Tensor | None = None
+        self,
+        head_weight_VE: Tensor,
+        embed_weight_VE: Tensor | None = None,
+        token_counts_V: Tensor | None = None,
     ) -> None:
         """Copy the policy's head (its rows of the draft vocabulary) into the draft's own.
 
         Args:
             head_weight_VE: the policy's output head.
             embed_weight_VE: not used; EAGLE-3 reads embedding rows of the policy in every forward.
-            token_counts_V: how often each token occurs in sample data; with a draft vocabulary, the Vd most frequent
-                ones are kept (of equal counts the lower ids), in ascending order.
+            token_counts_V: how often each token occurs in sample data; with a draft vocabulary, the Vd most
+                frequent ones are kept (of equal counts the lower ids), in ascending order.
 
         Raises:
             ConfigError: a head of another shape, or a draft vocabulary without counts.
         """
         expected = (self.shape.vocab_size, self.shape.hidden_size)
         if tuple(head_weight_VE.shape) != expected:
-            raise ConfigError(f"The policy's head is {list(head_weight_VE.shape)}, the draft was built for {list(expected)}.")
+            raise ConfigError(
+                f"The policy's head is {list(head_weight_VE.shape)}, the draft was built for "
+                f"{list(expected)}."
+            )
         if self.d2t is None:
             self.lm_head.weight.copy_(head_weight_VE)
             return
         if token_counts_V is None or tuple(token_counts_V.shape) != expected[:1]:
             raise ConfigError(
-                f"draft.vocab_size is {self.shape.draft_vocab_size} of {expected[0]} tokens, so token counts of that length "
+                f"draft.vocab_size is {self.shape.draft_vocab_size} of {expected[0]} tokens, so "
+                "token counts of that length "
                 "from sample data are needed to choose them; none of that shape were given."
             )
         order_V = torch.argsort(token_counts_V.to(self.d2t.device), descending=True, stable=True)
@@ -293,19 +309,26 @@ class Eagle3Draft(Draft):
 
     def _first_hidden(self, taps: list[Tensor]) -> Tensor:
         if len(taps) != len(self.tap_ids):
-            raise ValueError(f"The draft reads {len(self.tap_ids)} taps {list(self.tap_ids)}, but was given {len(taps)}.")
+            raise ValueError(
+                f"The draft reads {len(self.tap_ids)} taps {list(self.tap_ids)}, but was given {len(taps)}."
+            )
         return self.fc(torch.cat([tap_TE.to(self.compute_dtype) for tap_TE in taps], dim=-1))
 
     def _pass(self, k: int, embed_TE: Tensor, hidden_TE: Tensor, trunk: Trunk) -> Tensor:
-        """Pass k on embedding rows of x[t+1+k]; returns the pre-final-norm hidden rows, which the next pass reads."""
+        """Pass k on embedding rows of x[t+1+k]; returns hidden rows before the final norm."""
         shape = self.shape
         rope = rope_tables(
-            trunk.layout.positions_T + k, shape.head_dim, shape.rope_theta, shape.rope_scaling, dtype=self.compute_dtype
+            trunk.layout.positions_T + k,
+            shape.head_dim,
+            shape.rope_theta,
+            shape.rope_scaling,
+            dtype=self.compute_dtype,
         )
         return self.midlayer(embed_TE.to(self.compute_dtype), hidden_TE, rope, trunk)
 
     def targets(self, *batch: Any, **options: Any) -> Targets:
-        """Teacher rows and counts of a microbatch; arguments as ``torchspec.draft.eagle3.loss.eagle3_targets``."""
+        """Teacher rows and counts of a microbatch; arguments as
+        ``torchspec.draft.eagle3.loss.eagle3_targets``."""
         return eagle3_targets(self, *batch, **options)
 
     def loss(self, *batch: Any, **options: Any) -> DistillOutput:
@@ -314,12 +337,18 @@ class Eagle3Draft(Draft):
 
     @torch.no_grad()
     def propose(
-        self, tokens_T: Tensor, taps: list[Tensor], embed_weight_VE: Tensor, layout: PackedZigzag, num_tokens: int
+        self,
+        tokens_T: Tensor,
+        taps: list[Tensor],
+        embed_weight_VE: Tensor,
+        layout: PackedZigzag,
+        num_tokens: int,
     ) -> Tensor:
         """What the served draft proposes after every prefix: the same modules, its own argmax fed back.
 
-        Row t answers for the prefix x[0..t+1] of its document: the engine has the policy's taps of rows 0..t and the
-        token x[t+1] just sampled, and proposes x[t+2], x[t+3], ... (vllm/v1/spec_decode/llm_base_proposer.py, 0.32.0).
+        Row t answers for the prefix x[0..t+1] of its document: the engine has the policy's taps of rows 0..t
+        and the token x[t+1] just sampled, and proposes x[t+2], x[t+3], ...
+        (vllm/v1/spec_decode/llm_base_proposer.py, 0.32.0).
 
         Args:
             tokens_T: int64 token ids.

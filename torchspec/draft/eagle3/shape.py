@@ -1,7 +1,9 @@
-"""The numbers that define an EAGLE-3 draft, resolved from the [draft] table or from a checkpoint, and checked against the policy.
+"""The numbers that define an EAGLE-3 draft, resolved from the [draft] table or from a checkpoint, and checked
+against the policy.
 
-vLLM inherits nothing from the policy for a draft: rope, context length, tap ids and vocabulary all have to be right in the
-draft's own config.json, and a wrong one costs acceptance without an error. So each is resolved here, once.
+vLLM inherits nothing from the policy for a draft: rope, context length, tap ids and vocabulary all have to be
+right in the draft's own config.json, and a wrong one costs acceptance without an error. So each is resolved
+here, once.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Eagle3Shape:
-    """Sizes and options of one draft layer and its surroundings; field names follow Hugging Face's where they exist."""
+    """Sizes and options of a draft."""
 
     hidden_size: int
     """E, the policy's: taps, embedding rows and the draft's own hidden state have this width."""
@@ -41,19 +43,30 @@ class Eagle3Shape:
     max_position_embeddings: int
 
     def __post_init__(self) -> None:
-        sizes = ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "vocab_size", "draft_vocab_size")
+        sizes = (
+            "hidden_size",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "intermediate_size",
+            "vocab_size",
+            "draft_vocab_size",
+        )
         for name in sizes:
             if getattr(self, name) < 1:
                 raise ConfigError(f"The draft's {name} is {getattr(self, name)}; it must be at least 1.")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
-                f"The draft's num_kv_heads ({self.num_kv_heads}) does not divide its num_heads ({self.num_heads}); "
+                f"The draft's num_kv_heads ({self.num_kv_heads}) does not divide its num_heads "
+                f"({self.num_heads}); "
                 "set draft.num_heads and draft.num_kv_heads together."
             )
         if self.hidden_size % self.num_heads:
-            # transformers' LlamaConfig, which vLLM parses the draft with, refuses this whatever head_dim says.
+            # transformers' LlamaConfig, which vLLM parses the draft with, refuses this whatever head_dim
+            # says.
             raise ConfigError(
-                f"The draft's num_heads ({self.num_heads}) does not divide the hidden size ({self.hidden_size}), and no "
+                f"The draft's num_heads ({self.num_heads}) does not divide the hidden size "
+                f"({self.hidden_size}), and no "
                 "server could load such a draft; set draft.num_heads (and draft.num_kv_heads) to a divisor."
             )
         if self.head_dim % 2:
@@ -73,7 +86,8 @@ class Eagle3Shape:
 def default_tap_ids(num_layers: int) -> tuple[int, ...]:
     """(2, L//2, L-3), vLLM's choice, where these differ and ascend; else (1, L//2, L-1) without repetitions.
 
-    Every id counts decoder layers already passed: L=32 gives (2, 16, 29), L=4 gives (1, 2, 3), L=2 gives (1,).
+    Every id counts decoder layers already passed: L=32 gives (2, 16, 29), L=4 gives (1, 2, 3), L=2 gives
+    (1,).
     """
     half = num_layers // 2
     if 2 < half < num_layers - 3:
@@ -92,7 +106,10 @@ def check_tap_ids(tap_ids: Sequence[int], num_layers: int) -> tuple[int, ...]:
     if not ids:
         raise ConfigError(f"The draft has no tap ids; {rule}.")
     if bad := [i for i in ids if not 0 <= i <= num_layers]:
-        raise ConfigError(f"draft.tap_ids {list(ids)} has {bad[0]}, which the policy's {num_layers} layers do not have; {rule}.")
+        raise ConfigError(
+            f"draft.tap_ids {list(ids)} has {bad[0]}, which the policy's {num_layers} layers do "
+            f"not have; {rule}."
+        )
     if len(set(ids)) != len(ids):
         raise ConfigError(f"draft.tap_ids {list(ids)} names a tap twice; {rule}.")
     if list(ids) != sorted(ids):
