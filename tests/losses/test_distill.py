@@ -18,6 +18,7 @@ from torchspec.losses.distill import (
     teacher_anchors,
     teacher_table,
 )
+from torchspec.losses.logits import row_max
 from torchspec.losses.objectives import OBJECTIVES
 
 EVERY = sorted(OBJECTIVES)
@@ -179,6 +180,14 @@ def test_nan_in_the_teacher_names_the_row(bad):
     assert torch.isfinite(fused(c, chunk_rows=3)[0].loss)
 
 
+def test_nan_in_the_student_reaches_the_loss_and_nothing_crashes():
+    c = case(seed=9)
+    c["student_hidden"][1][int(c["anchors"][1].max())] = float("nan")
+    for draft_sampling in (False, True):
+        out, _, head = fused(c, probabilistic=draft_sampling)
+        assert out.loss.isnan() and head.isnan().any() and torch.isfinite(out.loss_sum_K[0])
+
+
 def test_joint_prefix_of_a_worked_case():
     """Two students with acceptances (1/2, 1/4) and (1, 1/2): 1/2 + 1/8 and 1 + 1/2; the product of means is 3/4 + 9/32."""
     logs = torch.log(torch.tensor([[0.5, 0.5], [0.25, 0.75], [1.0, 0.0], [0.5, 0.5]], dtype=torch.float64)).clamp_min(-800)
@@ -268,6 +277,27 @@ def test_unknown_words():
             fused(case(), **options)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("objective", EVERY)
+def test_cuda_equals_cpu(objective):
+    for draft_vocab in (None, 7):
+        c = case(seed=16, draft_vocab=draft_vocab)
+        there = {k: v.cuda() if torch.is_tensor(v) else v for k, v in c.items()}
+        there["student_hidden"] = [h.cuda() for h in c["student_hidden"]]
+        out, hidden, head = fused(there, objective=objective, probabilistic=True)
+        ref, hidden_ref, head_ref = fused(c, objective=objective, probabilistic=True)
+        for ours, theirs in zip([out.loss, out.accept_sum_K, head, *hidden], [ref.loss, ref.accept_sum_K, head_ref, *hidden_ref]):
+            torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-10, atol=1e-10)
+
+
+def test_row_max_finds_what_max_finds():
+    for width in (1, 63, 64, 129, 1000, 4096):
+        x = torch.randn(9, width)
+        x[3, -1] = 100.0
+        value, index = row_max(x)
+        assert torch.equal(value, x.amax(-1)) and torch.equal(index, x.argmax(-1))
+
+
 # -- which row teaches which ------------------------------------------------------------------------------------------------
 
 def test_anchors_of_six_tokens():
@@ -315,3 +345,13 @@ def test_compiles_without_a_graph_break(draft_vocab):
         grads.append([loss.detach(), sums["top1_sum_K"], head.grad, *[h.grad for h in hidden]])
     for eager, compiled in zip(*grads):
         assert torch.equal(eager, compiled)
+
+
+def test_operator_checks():
+    c = case(draft_vocab=6, seed=17)
+    args = (c["teacher_hidden"], c["teacher_head"], c["student_hidden"], c["student_head"], c["anchors"],
+            torch.ones(3, dtype=torch.float64), c["d2t"], None, None)
+    torch.library.opcheck(torch.ops.torchspec.distill_sweep.default, args, dict(
+        need_hidden=True, need_head=True, objective="forward_kl", temperature=1.0, sampling_temperature=1.0,
+        probabilistic=False, position_gate=False, chunk_rows=4, teacher_scale=1.0, teacher_softcap=0.0, student_scale=1.0,
+        student_softcap=0.0, vocab_group=""))

@@ -52,6 +52,8 @@ def teacher_anchors(layout, mask_T: Tensor, num_passes: int) -> Tensor:
 def teacher_table(layout, hidden_TE: Tensor, mask_T: Tensor, num_passes: int) -> tuple[Tensor, Tensor]:
     """(table_RE, anchors_KR): this rank's teacher rows and, after them, the few that it needs from others.
 
+    ``hidden_TE`` may be any per-row tensor, [T, ...]: token ids too get a table with the same rows.
+
     A document's chunk needs up to K policy rows past its end, which under context parallelism live on another rank; they
     arrive by ``layout.shift`` and are appended once, whichever passes use them. Every student row is taught on its own
     rank, so the sums of all ranks add up to the single-rank sums.

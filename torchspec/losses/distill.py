@@ -63,7 +63,7 @@ class DistillOutput(NamedTuple):
         return {name: getattr(self, name) for name in self._fields if name != "loss"}
 
 
-class _Sweep(torch.autograd.Function):
+class _DistillFunction(torch.autograd.Function):
     """Runs the sweep in the forward and hands its gradients out, scaled, in the backward."""
 
     @staticmethod
@@ -139,7 +139,8 @@ def distill_loss(
     Returns: DistillOutput. One backward only: the gradients are scaled in place.
     Raises:
         ValueError: arguments that do not fit each other, with the numbers.
-        NonFiniteTeacher: a policy row whose logits are NaN or infinite; names the row of ``teacher_hidden_RE``.
+        NonFiniteTeacher: a policy row that teaches has logits that are NaN or infinite; names the row of
+            ``teacher_hidden_RE``. All ranks of ``vocab_group`` raise together; other ranks do not know of it.
     """
     _check(teacher_hidden_RE, teacher_head_VE, student_hidden, student_head_DE, anchors_KR, counts_K, pass_weights,
            objective, temperature, sampling_temperature, draft_sampling, d2t, target_ids_R, vocab_group)
@@ -164,7 +165,7 @@ def distill_loss(
         "student_softcap": float(student_transform.softcap),
         "vocab_group": vocab_group,
     }
-    loss, stats_4K, scalars_3 = _Sweep.apply(
+    loss, stats_4K, scalars_3 = _DistillFunction.apply(
         options, (d2t, target_ids_R, teacher_transform.bias), teacher_hidden_RE.detach(), teacher_head_VE.detach(), anchors_KR, weight_K, student_head_DE,
         *student_hidden)
     return DistillOutput(loss, stats_4K[0], stats_4K[1], stats_4K[2], stats_4K[3], *scalars_3.unbind(0))

@@ -84,16 +84,16 @@ class _Sweep:
         # The target can overwrite the logits when it has their shape and the metrics can be read from it: the same
         # temperature, or greedy sampling, where acceptance is a comparison of tokens.
         same = options.sampling_temperature in (0.0, options.temperature)
-        self.in_place = self.target_ids is None and same and self.form != "none"
+        self.in_place = self.policy_ids is None and same and self.form != "none"
 
     def _map_vocabulary(self, d2t, targets) -> None:
         comm = self.comm
-        self.target_ids = self.draft_of_target = None  # [D] policy token of each draft token, and its inverse [V]
+        self.policy_ids = self.draft_of_target = None  # [D] policy token of each draft token, and its inverse [V]
         if d2t is not None:
             if d2t.numel() != comm.totals[1]:
                 raise ValueError(f"d2t has {d2t.numel()} entries for a draft vocabulary of {comm.totals[1]}.")
-            self.target_ids = torch.arange(d2t.numel(), device=self.device) + d2t
-            if d2t.numel() and not (0 <= int(self.target_ids.min()) and int(self.target_ids.max()) < comm.totals[0]):
+            self.policy_ids = torch.arange(d2t.numel(), device=self.device) + d2t
+            if d2t.numel() and not (0 <= int(self.policy_ids.min()) and int(self.policy_ids.max()) < comm.totals[0]):
                 raise ValueError("d2t points outside the policy's vocabulary; entry i must hold target_id - i.")
             self.draft_of_target = draft_index_of_target(d2t, comm.totals[0])
         elif comm.totals[0] != comm.totals[1] or comm.offsets[0] != comm.offsets[1]:
@@ -107,14 +107,14 @@ class _Sweep:
 
     def _subset(self, logits_nV: Tensor) -> Tensor:
         """[n, D] the teacher's logits at this rank's draft tokens."""
-        if self.target_ids is None:
+        if self.policy_ids is None:
             return logits_nV
         if not self.comm.split:
-            return logits_nV.gather(1, self.target_ids.expand(logits_nV.shape[0], -1))
+            return logits_nV.gather(1, self.policy_ids.expand(logits_nV.shape[0], -1))
         # Draft token and policy token need not live on one rank: every rank fills in what it holds.
-        local = self.target_ids - self.comm.offsets[0]
+        local = self.policy_ids - self.comm.offsets[0]
         mine = ((local >= 0) & (local < logits_nV.shape[1])).nonzero().squeeze(1)
-        full = logits_nV.new_zeros(logits_nV.shape[0], self.target_ids.numel())
+        full = logits_nV.new_zeros(logits_nV.shape[0], self.policy_ids.numel())
         full[:, mine] = logits_nV[:, local[mine]]
         first = self.comm.offsets[1]
         return self.comm.sum(full)[:, first:first + self.student_head.shape[0]].contiguous()
@@ -192,7 +192,7 @@ class _Sweep:
             loss[at] = OBJECTIVES[o.objective](block, given, top / o.temperature, comm)
             if capped is not None:
                 softcap_gradient_(block, capped, o.student.softcap)
-        token = argmax if self.target_ids is None else self.target_ids[argmax]
+        token = argmax if self.policy_ids is None else self.policy_ids[argmax]
         top1 = token == chunk.argmax[local]
         if o.sampling_temperature == 0:
             accept = top1.to(self.dtype)
