@@ -44,7 +44,7 @@ def case(seed, draft, tokens):
 
 
 def dense_loss(draft, student, teaches, hidden_TE, head_VE, counts, weights, objective, gate):
-    """sum_k alpha_k sum CE / sum_k alpha_k count_k with all logits written out; also the rows that counted."""
+    """sum_k alpha_k sum CE / sum_k alpha_k count_k with all logits written out; also the counts."""
     ids = torch.arange(draft.shape.draft_vocab_size) + (0 if draft.d2t is None else draft.d2t)
     total, counted = 0.0, []
     for k, triples in teaches.items():
@@ -83,6 +83,7 @@ def test_six_tokens_by_hand():
     targets = draft.targets(hidden_TE, head_VE, torch.tensor(TOKENS), torch.tensor(MASK), layout)
     assert targets.anchors_KR.tolist() == ANCHORS
     assert targets.counts_K.tolist() == COUNTS
+    assert draft.count_rows(layout, torch.tensor(MASK)).tolist() == COUNTS
     counts_K = targets.counts_K * 3  # this is one of three microbatches
     out = draft.loss(student, targets, head_VE, counts_K, chunk_rows=2)
     expected, _ = dense_loss(
@@ -138,6 +139,9 @@ def test_loss_of_the_whole_unroll(objective, draft_vocab, gate):
     layout = PackedZigzag(lengths)
     targets = draft.targets(hidden_TE, head_VE, tokens_T, mask_T, layout)
     assert targets.counts_K.tolist() == counted, f"seed {seed}"
+    gated = draft_vocab and (gate or objective == "hard_ce")
+    before_K = draft.count_rows(layout, mask_T.bool())
+    assert before_K is None if gated else before_K.tolist() == counted
     if not sum(counted):
         return
     out = draft.loss(draft(taps, embed, layout), targets, head_VE, targets.counts_K, chunk_rows=4)

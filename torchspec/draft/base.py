@@ -93,6 +93,14 @@ class Draft(nn.Module, abc.ABC):
         """Output head [Vd,E], the master weight."""
 
     @abc.abstractmethod
+    def count_rows(self, layout: PackedZigzag, mask_T: Tensor) -> Tensor | None:
+        """int64 [K]: rows that count in each pass of a microbatch, equal to ``targets(...).counts_K``.
+
+        None where only the policy's rows can tell (a gate): the trainer then keeps all microbatches' taps
+        until the targets of all are known.
+        """
+
+    @abc.abstractmethod
     def targets(
         self,
         policy_hidden_TE: Tensor,
@@ -103,10 +111,11 @@ class Draft(nn.Module, abc.ABC):
         *,
         chunk_rows: int = 1024,
     ) -> Any:
-        """What the policy teaches in one microbatch, with ``counts_K``: rows that count in each pass.
+        """What the policy teaches in one microbatch, with ``counts_K``: int64 [K], rows that count in each
+        pass.
 
-        The trainer sums counts_K over microbatches and ranks before it asks for the first loss. mask_T is 1
-        where x[t] is a trained token.
+        mask_T is 1 where x[t] is a trained token. The loss wants counts_K summed over the microbatches and
+        ranks of the optimizer step.
         """
 
     @abc.abstractmethod

@@ -37,6 +37,16 @@ class Targets(NamedTuple):
 
 
 @torch.no_grad()
+def eagle3_count_rows(draft: Eagle3Draft, layout: PackedZigzag, mask_T: Tensor) -> Tensor | None:
+    """int64 [K]: rows t whose x[t+2+k] is a trained token; None where a gate drops rows that only targets know."""
+    config = draft.config
+    if draft.d2t is not None and (config.objective == "hard_ce" or config.position_gate):
+        return None
+    trained_T = mask_T.to(torch.int64)
+    return torch.stack([(layout.shift(trained_T, 2 + k) != 0).sum() for k in range(draft.num_passes)])
+
+
+@torch.no_grad()
 def eagle3_targets(
     draft: Eagle3Draft,
     policy_hidden_TE: Tensor,

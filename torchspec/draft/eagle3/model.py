@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from torchspec.attention import branch_attention
 from torchspec.draft.base import Draft
 from torchspec.draft.eagle3 import export
-from torchspec.draft.eagle3.loss import Targets, eagle3_loss, eagle3_targets
+from torchspec.draft.eagle3.loss import Targets, eagle3_count_rows, eagle3_loss, eagle3_targets
 from torchspec.draft.eagle3.shape import Eagle3Shape, shape_from_config
 from torchspec.draft.rope import apply_rope, rope_tables
 from torchspec.errors import ConfigError
@@ -325,6 +325,10 @@ class Eagle3Draft(Draft):
             dtype=self.compute_dtype,
         )
         return self.midlayer(embed_TE.to(self.compute_dtype), hidden_TE, rope, trunk)
+
+    def count_rows(self, layout: PackedZigzag, mask_T: Tensor) -> Tensor | None:
+        """Rows of each pass that count, [K]; see ``torchspec.draft.eagle3.loss.eagle3_count_rows``."""
+        return eagle3_count_rows(self, layout, mask_T)
 
     def targets(self, *batch: Any, **options: Any) -> Targets:
         """Teacher rows and counts of a microbatch; arguments as
