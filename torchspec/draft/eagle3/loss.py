@@ -38,7 +38,7 @@ class Targets(NamedTuple):
 
 @torch.no_grad()
 def eagle3_count_rows(draft: Eagle3Draft, layout: PackedZigzag, mask_T: Tensor) -> Tensor | None:
-    """int64 [K]: rows t whose x[t+2+k] is a trained token; None where a gate drops rows that only targets know."""
+    """int64 [K]: rows t whose x[t+2+k] is a trained token; None where a gate drops rows."""
     config = draft.config
     if draft.d2t is not None and (config.objective == "hard_ce" or config.position_gate):
         return None
