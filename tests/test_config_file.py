@@ -17,26 +17,29 @@ from torchspec.errors import ConfigError
 BASE = '[environment]\ntokenizer = "char"\n'
 
 
-@pytest.mark.parametrize("toml, words", [
-    ("[draft]\nttt_step = 5", ["draft.ttt_step is not a setting", "Did you mean draft.ttt_steps?"]),
-    ("ttt_steps = 5", ["ttt_steps is not a setting", "Did you mean draft.ttt_steps?"]),
-    ("[drafts]\nttt_steps = 5", ["drafts is not a setting", "Did you mean draft?"]),
-    ("[rollout]\ntemperature = 1.0", ["rollout.sampling.temperature"]),
-    ("[draft.optimizer]\nlearning_rate = 1.0", ["draft.optimizer.learning_rate is not a setting"]),
-    ('[draft]\nttt_steps = "5"', ['draft.ttt_steps = "5"', "a whole number", "Write 5 without quotes"]),
-    ("[draft]\nttt_steps = 4.5", ["draft.ttt_steps = 4.5", "a whole number"]),
-    ("[draft]\nttt_steps = true", ["draft.ttt_steps = true", "a whole number"]),
-    ('[draft]\nenabled = "true"', ["draft.enabled", "true or false", "without quotes"]),
-    ("[draft]\ntap_ids = 3", ["draft.tap_ids = 3", "a list"]),
-    ('[draft]\ntap_ids = [1, "a"]', ['draft.tap_ids.1 = "a"', "a whole number"]),
-    ("[draft.optimizer]\nbetas = [0.9]", ["draft.optimizer.betas = [0.9]", "too few"]),
-    ("[draft.optimizer]\nbetas = [0.9, 0.9, 0.9]", ["draft.optimizer.betas"]),
-    ("draft = 3", ["draft = 3", "[draft]"]),
-    ('device = "gpu"', ['device = "gpu"', "'auto', 'cpu' or 'cuda'"]),
-    ("[rl]\nclip_low = nan", ["rl.clip_low = nan is not a finite number"]),
-    ("[environment.args]\nday = 2026-01-01", ["environment.args.day", "date"]),
-    ("[draft\n", ["not valid TOML"]),
-])
+@pytest.mark.parametrize(
+    "toml, words",
+    [
+        ("[draft]\nttt_step = 5", ["draft.ttt_step is not a setting", "Did you mean draft.ttt_steps?"]),
+        ("ttt_steps = 5", ["ttt_steps is not a setting", "Did you mean draft.ttt_steps?"]),
+        ("[drafts]\nttt_steps = 5", ["drafts is not a setting", "Did you mean draft?"]),
+        ("[rollout]\ntemperature = 1.0", ["rollout.sampling.temperature"]),
+        ("[draft.optimizer]\nlearning_rate = 1.0", ["draft.optimizer.learning_rate is not a setting"]),
+        ('[draft]\nttt_steps = "5"', ['draft.ttt_steps = "5"', "a whole number", "Write 5 without quotes"]),
+        ("[draft]\nttt_steps = 4.5", ["draft.ttt_steps = 4.5", "a whole number"]),
+        ("[draft]\nttt_steps = true", ["draft.ttt_steps = true", "a whole number"]),
+        ('[draft]\nenabled = "true"', ["draft.enabled", "true or false", "without quotes"]),
+        ("[draft]\ntap_ids = 3", ["draft.tap_ids = 3", "a list"]),
+        ('[draft]\ntap_ids = [1, "a"]', ['draft.tap_ids.1 = "a"', "a whole number"]),
+        ("[draft.optimizer]\nbetas = [0.9]", ["draft.optimizer.betas = [0.9]", "too few"]),
+        ("[draft.optimizer]\nbetas = [0.9, 0.9, 0.9]", ["draft.optimizer.betas"]),
+        ("draft = 3", ["draft = 3", "[draft]"]),
+        ('device = "gpu"', ['device = "gpu"', "'auto', 'cpu' or 'cuda'"]),
+        ("[rl]\nclip_low = nan", ["rl.clip_low = nan is not a finite number"]),
+        ("[environment.args]\nday = 2026-01-01", ["environment.args.day", "date"]),
+        ("[draft\n", ["not valid TOML"]),
+    ],
+)
 def test_wrong_toml_is_refused_by_name(toml, words):
     with pytest.raises(ConfigError) as caught:
         config_from_toml(toml, "my.toml")
@@ -54,13 +57,37 @@ def test_all_faults_are_told_together():
 def test_overrides_reach_every_kind_of_setting(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(BASE + "[environment.args]\nmin_word_len = 3\n[rollout.sampling]\nmax_tokens = 20\n")
-    config = load_config(path, [
-        "--draft.ttt-steps", "2", "--checkpoint.resume", "--draft.tap-ids", "1", "2", "--draft.pass_weights", "1", "0.5",
-        "--policy.optimizer.lr", "1e-5", "--device", "cpu", "--metrics.no-tensorboard", "--environment.args.min-word-len", "4",
-        "--environment.args.new-key", "[1, 2.5]", "--environment.args.word=plain text", "--draft.args.flag", "true"])
+    config = load_config(
+        path,
+        [
+            "--draft.ttt-steps",
+            "2",
+            "--checkpoint.resume",
+            "--draft.tap-ids",
+            "1",
+            "2",
+            "--draft.pass_weights",
+            "1",
+            "0.5",
+            "--policy.optimizer.lr",
+            "1e-5",
+            "--device",
+            "cpu",
+            "--metrics.no-tensorboard",
+            "--environment.args.min-word-len",
+            "4",
+            "--environment.args.new-key",
+            "[1, 2.5]",
+            "--environment.args.word=plain text",
+            "--draft.args.flag",
+            "true",
+        ],
+    )
     assert config.draft.ttt_steps == 2 and config.checkpoint.resume is True
     assert config.draft.tap_ids == (1, 2) and config.draft.pass_weights == (1.0, 0.5)
-    assert config.policy.optimizer.lr == 1e-5 and config.device == "cpu" and config.metrics.tensorboard is False
+    assert (
+        config.policy.optimizer.lr == 1e-5 and config.device == "cpu" and config.metrics.tensorboard is False
+    )
     assert config.environment.args == {"min_word_len": 4, "new_key": [1, 2.5], "word": "plain text"}
     assert config.draft.args == {"flag": True}
     assert config.rollout.sampling.max_tokens == 20, "what is not overridden stays as the file says"
@@ -102,9 +129,13 @@ def _shuffled(kind, rng):
         elif hint is int:
             values[field.name] = rng.randrange(-10, 2**40)
         elif hint is float:
-            values[field.name] = rng.choice([rng.gauss(0, 1), 10.0 ** rng.randrange(-300, 300), 1.0, 1e16, 0.1 + 0.2])
+            values[field.name] = rng.choice(
+                [rng.gauss(0, 1), 10.0 ** rng.randrange(-300, 300), 1.0, 1e16, 0.1 + 0.2]
+            )
         elif hint is str:
-            values[field.name] = "".join(rng.choice("ab \"'\\\n\t\x01\x7f\u00e9\U0001f600=#[") for _ in range(8))
+            values[field.name] = "".join(
+                rng.choice("ab \"'\\\n\t\x01\x7f\u00e9\U0001f600=#[") for _ in range(8)
+            )
         elif field.name in ("betas",):
             values[field.name] = (rng.random(), rng.random())
         elif typing.get_origin(hint) is tuple:
@@ -113,7 +144,12 @@ def _shuffled(kind, rng):
         elif field.name == "logit_bias":
             values[field.name] = {"a b": rng.random(), "": 1.0, '"q\n': -2.0}
         else:
-            values[field.name] = {"plain": 1, "sp ace.dot": [1, "x", [2.5, True], {"k": {}}], "t": {"\u00e9": False}, "e": []}
+            values[field.name] = {
+                "plain": 1,
+                "sp ace.dot": [1, "x", [2.5, True], {"k": {}}],
+                "t": {"\u00e9": False},
+                "e": [],
+            }
     return kind(**values)
 
 
@@ -140,17 +176,25 @@ def test_every_setting_is_named_and_documented():
 
 def test_help_is_quick_and_loads_no_torch(tmp_path):
     (tmp_path / "c.toml").write_text(BASE + "[draft]\nttt_step = 3\n")
-    code = ("import sys\nfrom torchspec.train import main\n"
-            "try: status = main(sys.argv[1:])\nexcept SystemExit as e: status = e.code or 0\n"
-            "heavy = {'torch', 'vllm', 'transformers', 'torchtitan', 'numpy'} & set(sys.modules)\n"
-            "assert not heavy, heavy\nsys.exit(status)")
+    code = (
+        "import sys\nfrom torchspec.train import main\n"
+        "try: status = main(sys.argv[1:])\nexcept SystemExit as e: status = e.code or 0\n"
+        "heavy = {'torch', 'vllm', 'transformers', 'torchtitan', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy\nsys.exit(status)"
+    )
     begin = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", code, "train", "--help"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code, "train", "--help"], capture_output=True, text=True, timeout=60
+    )
     seconds = time.monotonic() - begin
     assert done.returncode == 0, done.stderr
     assert "--draft.ttt-steps INT" in done.stdout and "Passes K of the unroll" in done.stdout
     assert seconds < 5, "far above the second that it should take, to stand a busy machine"
-    done = subprocess.run([sys.executable, "-c", code, "train", str(tmp_path / "c.toml")], capture_output=True, text=True,
-                          timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code, "train", str(tmp_path / "c.toml")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 2 and "Did you mean draft.ttt_steps?" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr

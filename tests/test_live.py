@@ -1,4 +1,5 @@
-"""The live view: plain lines where there is no terminal, a redrawn table where there is one, hostile text in both."""
+"""The live view: plain lines where there is no terminal, a redrawn table where there is one, hostile text in
+both."""
 
 from __future__ import annotations
 
@@ -11,7 +12,13 @@ import sys
 from torchspec.config import Config
 from torchspec.live import Live
 
-METRICS = {"reward/mean": 0.51234, "spec/accept_len": 2.5, "train/logprob_gap": 3e-6, "time/step": 1.23, "draft/loss": None}
+METRICS = {
+    "reward/mean": 0.51234,
+    "spec/accept_len": 2.5,
+    "train/logprob_gap": 3e-6,
+    "time/step": 1.23,
+    "draft/loss": None,
+}
 
 
 def test_plain_lines(capsys):
@@ -36,7 +43,10 @@ def test_a_long_phase_is_told_now_and_then(capsys, monkeypatch):
         clock[0] += 3
         live.phase("eval", 5, 5)
     assert capsys.readouterr().out.splitlines() == [
-        "  warm start 10/30  10 s  loss 10", "  warm start 20/30  20 s  loss 20", "  warm start 30/30  30 s  loss 30"]
+        "  warm start 10/30  10 s  loss 10",
+        "  warm start 20/30  20 s  loss 20",
+        "  warm start 30/30  30 s  loss 30",
+    ]
 
 
 def test_an_ascii_output_stands_any_text(monkeypatch):
@@ -49,13 +59,19 @@ def test_an_ascii_output_stands_any_text(monkeypatch):
 
 
 def test_a_terminal_gets_a_table_and_bars():
-    code = ("from torchspec.config import Config\nfrom torchspec.live import Live\nc = Config()\nc.train.steps = 3\n"
-            "with Live(c) as live:\n  assert live.terminal\n  live.phase('warm start', 1, 2, detail='loss 1')\n"
-            "  for s in (1, 2, 3):\n    live.phase('rollout', 5, 8)\n    print('from elsewhere', s)\n"
-            f"    live.step(s, {METRICS!r} | {{'reward/mean': s}})\n    live.sample('[b]hi[/b] \\x1b[2J')\n")
+    code = (
+        "from torchspec.config import Config\nfrom torchspec.live import Live\nc = Config()\nc.train.steps ="
+        " 3\nwith Live(c) as live:\n  assert live.terminal\n  live.phase('warm start', 1, 2, detail='loss"
+        " 1')\n  for s in (1, 2, 3):\n    live.phase('rollout', 5, 8)\n    print('from elsewhere', s)\n   "
+        f" live.step(s, {METRICS!r} | {{'reward/mean': s}})\n    live.sample('[b]hi[/b] \\x1b[2J')\n"
+    )
     master, slave = pty.openpty()
-    done = subprocess.Popen([sys.executable, "-c", code], stdout=slave, stderr=subprocess.PIPE,
-                            env={**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "40"})
+    done = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=slave,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "40"},
+    )
     os.close(slave)
     seen = b""
     try:

@@ -1,4 +1,5 @@
-"""Logs: one finite, flat line a step, on disk at once; cutting keeps what belongs to the checkpoint and nothing else."""
+"""Logs: one finite, flat line a step, on disk at once; cutting keeps what belongs to the checkpoint and
+nothing else."""
 
 from __future__ import annotations
 
@@ -27,16 +28,47 @@ def lines(path):
 
 def test_one_finite_line_a_step_on_disk_at_once(tmp_path):
     with MetricsLog(tmp_path, quiet()) as log:
-        log.log(1, {"a": 0.1 + 0.2, "b": math.nan, "c": -math.inf, "d": torch.tensor(2.5), "e": np.float32(1.5),
-                    "f": np.int64(3), "g": True, "h": None, "i": torch.tensor(math.nan), "step": 99})
+        log.log(
+            1,
+            {
+                "a": 0.1 + 0.2,
+                "b": math.nan,
+                "c": -math.inf,
+                "d": torch.tensor(2.5),
+                "e": np.float32(1.5),
+                "f": np.int64(3),
+                "g": True,
+                "h": None,
+                "i": torch.tensor(math.nan),
+                "step": 99,
+            },
+        )
         row = lines(tmp_path / "metrics.jsonl")[0]  # before close
-        assert row == {"step": 1, "a": 0.1 + 0.2, "b": None, "c": None, "d": 2.5, "e": 1.5, "f": 3, "g": True, "h": None,
-                       "i": None}
-        log.samples(1, [{"prompt": "a\nb\u00e9\u2028", "components": {"x": math.nan}, "seed": 2**62}, {"prompt": "2"}])
-        rows = lines(tmp_path / "samples.jsonl") if "\u2028" not in (tmp_path / "samples.jsonl").read_text() else None
+        assert row == {
+            "step": 1,
+            "a": 0.1 + 0.2,
+            "b": None,
+            "c": None,
+            "d": 2.5,
+            "e": 1.5,
+            "f": 3,
+            "g": True,
+            "h": None,
+            "i": None,
+        }
+        log.samples(
+            1, [{"prompt": "a\nb\u00e9\u2028", "components": {"x": math.nan}, "seed": 2**62}, {"prompt": "2"}]
+        )
+        rows = (
+            lines(tmp_path / "samples.jsonl")
+            if "\u2028" not in (tmp_path / "samples.jsonl").read_text()
+            else None
+        )
         rows = rows or [json.loads(t) for t in (tmp_path / "samples.jsonl").read_text().split("\n") if t]
-        assert rows == [{"step": 1, "prompt": "a\nb\u00e9\u2028", "components": {"x": None}, "seed": 2**62},
-                        {"step": 1, "prompt": "2"}]
+        assert rows == [
+            {"step": 1, "prompt": "a\nb\u00e9\u2028", "components": {"x": None}, "seed": 2**62},
+            {"step": 1, "prompt": "2"},
+        ]
         assert read_rows(tmp_path / "samples.jsonl") == rows
 
 
@@ -57,10 +89,17 @@ def test_cutting(tmp_path):
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 11, "x": 0.')  # killed while writing
     cut_logs(tmp_path, steps)
-    assert (tmp_path / "metrics.jsonl").read_text().splitlines() == before[:steps], "kept lines stay to the byte"
-    assert [r["step"] for r in read_rows(tmp_path / "samples.jsonl")] == [s for s in range(1, steps + 1) for _ in range(3)]
+    assert (tmp_path / "metrics.jsonl").read_text().splitlines() == before[:steps], (
+        "kept lines stay to the byte"
+    )
+    assert [r["step"] for r in read_rows(tmp_path / "samples.jsonl")] == [
+        s for s in range(1, steps + 1) for _ in range(3)
+    ]
     assert last_step(tmp_path) == steps
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl", "samples.jsonl"], "nothing is left behind"
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "metrics.jsonl",
+        "samples.jsonl",
+    ], "nothing is left behind"
     with MetricsLog(tmp_path, quiet()) as log:
         log.log(steps + 1, {"x": 1})
     assert last_step(tmp_path) == steps + 1
@@ -141,12 +180,16 @@ def test_wandb_is_optional_and_gets_the_same_numbers(tmp_path, monkeypatch):
 
     def init(**kw):
         inits.append(kw)
-        return types.SimpleNamespace(log=lambda values, step: got.append((step, values)), finish=lambda: got.append("end"))
+        return types.SimpleNamespace(
+            log=lambda values, step: got.append((step, values)), finish=lambda: got.append("end")
+        )
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
     for _ in range(2):
         with MetricsLog(tmp_path, config) as log:
             log.log(1, {"a": 1.5, "b": math.nan, "c": "text"})
     assert got == [(1, {"a": 1.5}), "end"] * 2
-    assert inits[0]["id"] == inits[1]["id"] and len(inits[0]["id"]) == 8, "a resumed run goes on in the same W&B run"
+    assert inits[0]["id"] == inits[1]["id"] and len(inits[0]["id"]) == 8, (
+        "a resumed run goes on in the same W&B run"
+    )
     assert inits[0]["resume"] == "allow" and inits[0]["config"]["draft"]["ttt_steps"] == 3

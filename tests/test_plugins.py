@@ -24,7 +24,8 @@ def test_module_and_file_forms(folder):
     (folder / "sub" / "sibling_of_mine.py").write_text("VALUE = 7\n")
     (folder / "sub" / "mine.py").write_text(
         "from dataclasses import dataclass\nfrom sibling_of_mine import VALUE\n"
-        "@dataclass\nclass Mine:\n    x: int = VALUE\n")
+        "@dataclass\nclass Mine:\n    x: int = VALUE\n"
+    )
     mine = load_object("sub/mine.py:Mine")
     assert mine().x == 7
     assert load_object(f"{folder}/sub/mine.py:Mine") is mine, "the same file must give the same class"
@@ -42,17 +43,20 @@ def test_files_of_the_same_name_stay_apart(folder):
     assert (load_object("a/same.py:X"), load_object("b/same.py:X")) == (1, 2)
 
 
-@pytest.mark.parametrize("spec, words", [
-    ("nothing", "does not name an object"),
-    (":x", "does not name an object"),
-    ("no_such_module_xyz:f", "no module 'no_such_module_xyz'"),
-    ("pathlib.nope:f", "pathlib"),
-    ("pathlib:PurePosixPaht", "Did you mean 'PurePosixPath'?"),
-    ("missing/file.py:f", "no file"),
-    ("boom.py:f", "raised ZeroDivisionError while being imported"),
-    ("needs.py:f", "raised ModuleNotFoundError while being imported"),
-    ("bad_syntax.py:f", "line 2"),
-])
+@pytest.mark.parametrize(
+    "spec, words",
+    [
+        ("nothing", "does not name an object"),
+        (":x", "does not name an object"),
+        ("no_such_module_xyz:f", "no module 'no_such_module_xyz'"),
+        ("pathlib.nope:f", "pathlib"),
+        ("pathlib:PurePosixPaht", "Did you mean 'PurePosixPath'?"),
+        ("missing/file.py:f", "no file"),
+        ("boom.py:f", "raised ZeroDivisionError while being imported"),
+        ("needs.py:f", "raised ModuleNotFoundError while being imported"),
+        ("bad_syntax.py:f", "line 2"),
+    ],
+)
 def test_wrong_names_are_sentences(folder, spec, words):
     (folder / "boom.py").write_text("x = 1\ny = 1 / 0\n")
     (folder / "needs.py").write_text("import a_module_that_is_not_there\n")

@@ -1,4 +1,5 @@
-"""report.html: one page that needs nothing else, shows what the run has, and lets no sampled text act as HTML."""
+"""report.html: one page that needs nothing else, shows what the run has, and lets no sampled text act as
+HTML."""
 
 from __future__ import annotations
 
@@ -23,20 +24,45 @@ def a_run(folder, steps: int, draft: bool = True) -> None:
     (folder / "config.toml").write_text(config_to_toml(config))
     with open(folder / "metrics.jsonl", "w") as file:
         for step in range(1, steps + 1):
-            row = {"step": step, "reward/mean": 0.1 + step / 100, "policy/entropy": random.random(), "policy/kl": None,
-                   "policy/grad_norm": random.random() + 0.1, "train/logprob_gap": 10.0 ** -random.randrange(4, 7),
-                   "rollout/tokens_per_s": 1000.0, "rollout/tokens": 50, "time/rollout": 1.0, "time/policy": 2.0,
-                   "time/step": 65.0}
+            row = {
+                "step": step,
+                "reward/mean": 0.1 + step / 100,
+                "policy/entropy": random.random(),
+                "policy/kl": None,
+                "policy/grad_norm": random.random() + 0.1,
+                "train/logprob_gap": 10.0 ** -random.randrange(4, 7),
+                "rollout/tokens_per_s": 1000.0,
+                "rollout/tokens": 50,
+                "time/rollout": 1.0,
+                "time/policy": 2.0,
+                "time/step": 65.0,
+            }
             if draft:
-                row |= {"spec/accept_len": 2.0, "spec/accept_rate_pos_0": 0.5, "draft/loss": 1.0, "draft/loss_pass_0": 1.0,
-                        "draft/loss_pass_11": 2.0, "draft/top1_pass_0": 0.5}
+                row |= {
+                    "spec/accept_len": 2.0,
+                    "spec/accept_rate_pos_0": 0.5,
+                    "draft/loss": 1.0,
+                    "draft/loss_pass_0": 1.0,
+                    "draft/loss_pass_11": 2.0,
+                    "draft/top1_pass_0": 0.5,
+                }
             if step in (1, steps):
                 row["eval/reward"] = step / 10
             file.write(json.dumps(row) + "\n")
-    sample = {"prompt": [{"role": "user", "content": "<b>hi"}], "response": "</td><img src=x onerror=alert(1)>", "reward": 1.0,
-              "drafts": 4, "accepted": 6, "answer": "x"}
+    sample = {
+        "prompt": [{"role": "user", "content": "<b>hi"}],
+        "response": "</td><img src=x onerror=alert(1)>",
+        "reward": 1.0,
+        "drafts": 4,
+        "accepted": 6,
+        "answer": "x",
+    }
     (folder / "samples.jsonl").write_text(
-        "".join(json.dumps({"step": step, **sample, "response": f"{sample['response']} of {step}"}) + "\n" for step in (1, steps)))
+        "".join(
+            json.dumps({"step": step, **sample, "response": f"{sample['response']} of {step}"}) + "\n"
+            for step in (1, steps)
+        )
+    )
 
 
 @pytest.mark.parametrize("steps", [1, 50])
@@ -45,8 +71,16 @@ def test_a_page_of_its_own(tmp_path, steps):
     path = write_report(tmp_path)
     assert path == tmp_path / "report.html" and not list(tmp_path.glob(".report*"))
     text = path.read_text()
-    for title in ("Reward", "Acceptance length", "Acceptance by position", "Draft loss", "Rollout speed", "Seconds per phase",
-                  "Log-probability gap, engine against trainer", "Gradient norms, before clipping"):
+    for title in (
+        "Reward",
+        "Acceptance length",
+        "Acceptance by position",
+        "Draft loss",
+        "Rollout speed",
+        "Seconds per phase",
+        "Log-probability gap, engine against trainer",
+        "Gradient norms, before clipping",
+    ):
         assert f'aria-label="{title}"' in text, title
     assert not re.search(r'(src|href)\s*=\s*"?https?:', text) and "<script" not in text and "<img" not in text
     assert "&lt;script&gt;" in text and "&lt;img src=x onerror=alert(1)&gt; of " + str(steps) in text

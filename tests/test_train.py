@@ -1,4 +1,5 @@
-"""The command: what it hands over, exit statuses, where tracebacks go, and that nothing already written is lost."""
+"""The command: what it hands over, exit statuses, where tracebacks go, and that nothing already written is
+lost."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class Mine:
         (self.output_dir / "metrics.jsonl").write_text(str(self.config.draft.ttt_steps))
         what = Path("what.txt").read_text() if Path("what.txt").exists() else ""
         if what == "raise KeyboardInterrupt":
-            raise KeyboardInterrupt  # raised through exec() it would also end pytest's own process at its exit
+            # raised through exec() it would also end pytest's own process at its exit
+            raise KeyboardInterrupt
         exec(what, globals())
 """
 
@@ -45,13 +47,16 @@ def test_train_runs_the_trainer_that_the_config_names(folder):
     assert not (out / "error.log").exists()
 
 
-@pytest.mark.parametrize("what, status, sentence, log", [
-    ("raise ConfigError('no such layer.')", 2, "no such layer.", "ConfigError"),
-    ("raise RunError('the disk is full.')", 1, "the disk is full.", "RunError"),
-    ("raise KeyError('x')", 1, "KeyError: 'x'", "KeyError"),
-    ("raise Interrupted('saved; go on with --checkpoint.resume')", 130, "saved; go on", None),
-    ("raise KeyboardInterrupt", 130, "Interrupted", None),
-])
+@pytest.mark.parametrize(
+    "what, status, sentence, log",
+    [
+        ("raise ConfigError('no such layer.')", 2, "no such layer.", "ConfigError"),
+        ("raise RunError('the disk is full.')", 1, "the disk is full.", "RunError"),
+        ("raise KeyError('x')", 1, "KeyError: 'x'", "KeyError"),
+        ("raise Interrupted('saved; go on with --checkpoint.resume')", 130, "saved; go on", None),
+        ("raise KeyboardInterrupt", 130, "Interrupted", None),
+    ],
+)
 def test_errors_are_caught_once(folder, capsys, what, status, sentence, log):
     (folder / "what.txt").write_text(what)
     assert main(["train", "c.toml"]) == status
@@ -61,7 +66,11 @@ def test_errors_are_caught_once(folder, capsys, what, status, sentence, log):
     if log is None:
         assert not path.exists()
     else:
-        assert log in path.read_text() and "Traceback" in path.read_text() and str(path.relative_to(folder)) in err
+        assert (
+            log in path.read_text()
+            and "Traceback" in path.read_text()
+            and str(path.relative_to(folder)) in err
+        )
         (folder / "what.txt").unlink()
         assert main(["train", "c.toml", "--checkpoint.resume"]) == 0
         assert not path.exists(), "error.log is of the last run only"
@@ -85,12 +94,20 @@ def test_an_earlier_run_is_not_overwritten(folder, capsys):
 
 def test_two_runs_at_once_in_one_folder(folder):
     (folder / "what.txt").write_text("print('ready', flush=True); import sys; sys.stdin.readline()")
-    first = subprocess.Popen([sys.executable, "-m", "torchspec.train", "train", "c.toml"], stdin=subprocess.PIPE,
-                             stdout=subprocess.PIPE, text=True)
+    first = subprocess.Popen(
+        [sys.executable, "-m", "torchspec.train", "train", "c.toml"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     try:
         assert first.stdout.readline() == "ready\n"
-        second = subprocess.run([sys.executable, "-m", "torchspec.train", "train", "c.toml", "--checkpoint.resume"],
-                                capture_output=True, text=True, timeout=60)
+        second = subprocess.run(
+            [sys.executable, "-m", "torchspec.train", "train", "c.toml", "--checkpoint.resume"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
         assert second.returncode == 2 and "another run that is still alive" in second.stderr
         first.communicate("go\n", timeout=60)
         assert first.returncode == 0
@@ -121,8 +138,13 @@ def test_words_on_the_command_line(folder, capsys):
     assert main(["eval", "c.toml", "--policy", "nowhere"]) == 2
     assert main(["report", "nowhere"]) == 2
     err = capsys.readouterr().err
-    for words in ("'trian' is no command", "Name a config file first", "no config file nowhere.toml",
-                  "--policy nowhere is not a Hugging Face folder", "no run in nowhere"):
+    for words in (
+        "'trian' is no command",
+        "Name a config file first",
+        "no config file nowhere.toml",
+        "--policy nowhere is not a Hugging Face folder",
+        "no run in nowhere",
+    ):
         assert words in err
 
 
@@ -130,10 +152,20 @@ def test_eval_and_export_hand_over(folder, monkeypatch):
     import types
 
     calls = []
-    monkeypatch.setitem(sys.modules, "torchspec.evaluate", types.SimpleNamespace(
-        evaluate=lambda config, policy, draft: calls.append((config.draft.ttt_steps, policy, draft))))
-    monkeypatch.setitem(sys.modules, "torchspec.export", types.SimpleNamespace(
-        export=lambda run_dir, step, to, dtype: calls.append((str(run_dir), step, str(to), dtype))))
+    monkeypatch.setitem(
+        sys.modules,
+        "torchspec.evaluate",
+        types.SimpleNamespace(
+            evaluate=lambda config, policy, draft: calls.append((config.draft.ttt_steps, policy, draft))
+        ),
+    )
+    monkeypatch.setitem(
+        sys.modules,
+        "torchspec.export",
+        types.SimpleNamespace(
+            export=lambda run_dir, step, to, dtype: calls.append((str(run_dir), step, str(to), dtype))
+        ),
+    )
     for name in ("p", "d", "outputs/c"):
         (folder / name).mkdir(parents=True)
         (folder / name / "config.json").write_text("{}")

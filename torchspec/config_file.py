@@ -1,7 +1,9 @@
 """A run's settings: read from TOML, checked, overlaid by the command line, written back.
 
-    TOML --pydantic (strict types, no extra keys)--> Config --tyro (--draft.ttt-steps 5)--> Config --validate--> run
-                                                                                              \\--> <output>/config.toml
+    TOML --pydantic (strict types, no extra keys)--> Config --tyro (--draft.ttt-steps 5)--> Config
+    --validate--> run
+                                                                                              \\-->
+                                                                                              <output>/config.toml
 
 Nothing here imports torch: a wrong setting is refused before anything heavy is loaded.
 """
@@ -25,10 +27,14 @@ from torchspec.validation import validate
 FREE_FIELDS = ("environment.args", "draft.args")  # dict fields whose keys belong to the user's own code
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = (), prog: str = "torchspec train CONFIG.toml") -> Config:
-    """The settings in the TOML file ``path`` with the command line's ``overrides`` on top, checked; output_dir filled in.
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), prog: str = "torchspec train CONFIG.toml"
+) -> Config:
+    """The settings in the TOML file ``path`` with the command line's ``overrides`` on top, checked;
+    output_dir filled in.
 
-    Raises ConfigError with one sentence per fault. ``--help`` and a wrong flag leave through tyro's SystemExit (0 and 2).
+    Raises ConfigError with one sentence per fault. ``--help`` and a wrong flag leave through tyro's
+    SystemExit (0 and 2).
     """
     path = Path(path)
     config = config_from_toml(read_text(path), str(path))
@@ -51,11 +57,12 @@ def read_text(path: Path) -> str:
         raise ConfigError(f"The config file {path} cannot be read: {error}.") from error
 
 
-# -- TOML -> Config ---------------------------------------------------------------------------------------------------
+# -- TOML -> Config -----------------------------------------------------------------------------------------
 
 
 def config_from_toml(text: str, name: str = "config") -> Config:
-    """A Config from TOML text: every type exact (a whole number may stand for a float), unknown settings refused.
+    """A Config from TOML text: every type exact (a whole number may stand for a float), unknown settings
+    refused.
 
     ``name`` is the file's name in the messages of ConfigError.
     """
@@ -83,7 +90,9 @@ def _refuse_unwritable(value: Any, name: str, where: tuple[str, ...]) -> None:
     elif isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{name}: {'.'.join(where)} = {value} is not a finite number.")
     elif not isinstance(value, (str, int, float, bool)):
-        raise ConfigError(f"{name}: {'.'.join(where)} = {value} is a date or time, which no setting takes; quote it.")
+        raise ConfigError(
+            f"{name}: {'.'.join(where)} = {value} is a date or time, which no setting takes; quote it."
+        )
 
 
 def _sentence(fault: dict[str, Any], name: str) -> str:
@@ -143,7 +152,8 @@ def nearest_setting(where: str) -> str:
     last = where.rpartition(".")[2]
     # A right name in the wrong table is nearer than a similar name in the right one.
     elsewhere = [n for n in names if n.rpartition(".")[2] == last]
-    # Wrong only in its last part: look among the neighbours first, since the long common prefix makes all look alike.
+    # Wrong only in its last part: look among the neighbours first, since the long common prefix makes all
+    # look alike.
     table = where.rpartition(".")[0]
     neighbours = [n for n in names if n.rpartition(".")[0] == table]
     by_last = {n.rpartition(".")[2]: n for n in reversed(neighbours)}
@@ -155,21 +165,28 @@ def nearest_setting(where: str) -> str:
     return f" Did you mean {' or '.join(near)}?" if near else " `torchspec train --help` lists all settings."
 
 
-# -- command line -----------------------------------------------------------------------------------------------------
+# -- command line -------------------------------------------------------------------------------------------
 
 
 def overlay(config: Config, overrides: Sequence[str], prog: str = "torchspec train CONFIG.toml") -> Config:
     """``config`` with flags like ``--draft.ttt-steps 5`` or ``--checkpoint.resume`` applied by tyro.
 
-    A new key of a free table is taken too: ``--environment.args.min-word-len 3`` (its value is read as TOML, else as text).
+    A new key of a free table is taken too: ``--environment.args.min-word-len 3`` (its value is read as TOML,
+    else as text).
     """
     if not overrides:
         return config
     import tyro  # 0.1 s
 
     config, rest = _new_free_keys(config, list(overrides))
-    config = tyro.cli(Config, default=config, args=rest, prog=prog, config=(),
-                      description="Settings from the TOML file, each open to an override here.")
+    config = tyro.cli(
+        Config,
+        default=config,
+        args=rest,
+        prog=prog,
+        config=(),
+        description="Settings from the TOML file, each open to an override here.",
+    )
     for name in setting_names():
         value = getattr_dotted(config, name)
         if isinstance(value, float) and not math.isfinite(value):
@@ -185,9 +202,13 @@ def _new_free_keys(config: Config, args: list[str]) -> tuple[Config, list[str]]:
         flag, equals, inline = args[position].partition("=")
         position += 1
         table = next((t for t in FREE_FIELDS if flag.replace("_", "-").startswith(f"--{t}.")), None)
-        key = flag[len(f"--{table}."):].replace("-", "_") if table else ""
+        key = flag[len(f"--{table}.") :].replace("-", "_") if table else ""
         known = {} if table is None else getattr_dotted(config, table)
-        if table is None or not key or key.removeprefix("no_").split(".")[0] in {k.replace("-", "_") for k in known}:
+        if (
+            table is None
+            or not key
+            or key.removeprefix("no_").split(".")[0] in {k.replace("-", "_") for k in known}
+        ):
             rest.append(args[position - 1])
             continue
         if not equals and (position == len(args) or args[position].startswith("--")):
@@ -216,17 +237,22 @@ def _replace_dotted(config: Any, name: str, value: Any) -> Any:
     return dataclasses.replace(config, **{first: inner})
 
 
-# -- Config -> TOML ---------------------------------------------------------------------------------------------------
+# -- Config -> TOML -----------------------------------------------------------------------------------------
 
 
 def config_to_toml(config: Config) -> str:
     """The whole config as TOML text. Exact: reading it gives an equal Config, which is checked here."""
-    lines = ["# All settings of this run. To run them again: torchspec train <this file> --output-dir <a new folder>"]
+    lines = [
+        "# All settings of this run. To run them again: torchspec train <this file> --output-dir <a new"
+        " folder>"
+    ]
     _write_table(config, "", lines)
     text = "\n".join(lines) + "\n"
     if config_from_toml(text, "the resolved config") != config:
-        raise ConfigError("The settings cannot be written as TOML: a free table (environment.args, draft.args) holds a "
-                          "value other than text, numbers, booleans, lists and tables.")
+        raise ConfigError(
+            "The settings cannot be written as TOML: a free table (environment.args, draft.args) holds a "
+            "value other than text, numbers, booleans, lists and tables."
+        )
     return text
 
 
@@ -245,7 +271,8 @@ def _write_table(table: Any, prefix: str, lines: list[str]) -> None:
 
 
 def _value(value: Any) -> str:
-    """A value in TOML's notation. JSON's string escapes are TOML's, but for DEL; repr() of a float reads back exactly."""
+    """A value in TOML's notation. JSON's string escapes are TOML's, but for DEL; repr() of a float reads back
+    exactly."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (int, float)):
@@ -265,7 +292,8 @@ def _key(key: str) -> str:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a text file so that at every moment either the old or the new content is there, also after a power cut."""
+    """Write a text file so that at every moment either the old or the new content is there, also after a
+    power cut."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(temporary, "w", encoding="utf-8") as file:

@@ -1,4 +1,5 @@
-"""The errors that end a run with a sentence. The command (torchspec/train.py) catches them once and sets the exit status."""
+"""The errors that end a run with a sentence. The command (torchspec/train.py) catches them once and sets the
+exit status."""
 
 from __future__ import annotations
 
@@ -12,4 +13,5 @@ class RunError(RuntimeError):
 
 
 class Interrupted(Exception):
-    """SIGINT or SIGTERM stopped the run at a safe point. The message tells what was saved and how to go on. Status 130."""
+    """SIGINT or SIGTERM stopped the run at a safe point. The message tells what was saved and how to go on.
+    Status 130."""

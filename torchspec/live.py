@@ -1,4 +1,5 @@
-"""What the user sees while a run goes on: a live table and progress bars on a terminal, plain lines anywhere else."""
+"""What the user sees while a run goes on: a live table and progress bars on a terminal, plain lines anywhere
+else."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ COLUMNS = (
 
 
 class Live:
-    """Context manager around a run. On a terminal it redraws in place; elsewhere it prints one line per event.
+    """Context manager around a run. On a terminal it redraws in place; elsewhere it prints one line per
+    event.
 
     Nothing is drawn from another thread: the calls below redraw.
     """
@@ -68,12 +70,19 @@ class Live:
         self._draw(force=True)
 
     def phase(self, name: str, done: int, total: int, detail: str = "") -> None:
-        """``done`` of ``total`` units of a phase such as "rollout"; ``detail`` is free text. Cheap: call it often."""
+        """``done`` of ``total`` units of a phase such as "rollout"; ``detail`` is free text. Cheap: call it
+        often."""
         now = time.monotonic()
         if name != self._phase or done == 0:
             self._phase, self._phase_begin, self._told = name, now, now
         if self._display is not None:
-            self._bars.update(self._phase_bar, description=f"{name} {detail}".strip(), completed=done, total=total, visible=True)
+            self._bars.update(
+                self._phase_bar,
+                description=f"{name} {detail}".strip(),
+                completed=done,
+                total=total,
+                visible=True,
+            )
             self._draw(force=done >= total)
         elif now - self._told >= QUIET_S or (done >= total and now - self._phase_begin >= QUIET_S):
             self._told = now
@@ -100,11 +109,17 @@ class Live:
         from rich.live import Live as RichLive
 
         self._bars = progress.Progress(
-            progress.TextColumn("{task.description}"), progress.BarColumn(), progress.MofNCompleteColumn(),
-            progress.TimeElapsedColumn(), progress.TimeRemainingColumn(), auto_refresh=False)
+            progress.TextColumn("{task.description}"),
+            progress.BarColumn(),
+            progress.MofNCompleteColumn(),
+            progress.TimeElapsedColumn(),
+            progress.TimeRemainingColumn(),
+            auto_refresh=False,
+        )
         self._run_bar = self._bars.add_task("steps", total=self.total)
         self._phase_bar = self._bars.add_task("", total=1, visible=False)
-        # auto_refresh off: no thread of rich's beside the engine's, and none across a fork of the scorers' workers.
+        # auto_refresh off: no thread of rich's beside the engine's, and none across a fork of the scorers'
+        # workers.
         self._display = RichLive(self._render(), auto_refresh=False)
         self._display.start(refresh=True)
 
@@ -140,6 +155,7 @@ def _cells(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _printable(text: str, encoding: str) -> str:
-    """``text`` without control characters (a sampled response may hold any) and within what the output can encode."""
+    """``text`` without control characters (a sampled response may hold any) and within what the output can
+    encode."""
     text = "".join(c if c.isprintable() or c in "\n" else repr(c)[1:-1] for c in text)
     return text.encode(encoding, "backslashreplace").decode(encoding)

@@ -36,8 +36,12 @@ class MetricsLog:
         self._wandb = self._wandb_run(config) if config.metrics.wandb else None
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """One line for ``step``: numbers (also 0-dim tensors; NaN and Inf become null), booleans, text, None."""
-        row = {"step": step, **{name: plain(value, name) for name, value in metrics.items() if name != "step"}}
+        """One line for ``step``: numbers (also 0-dim tensors; NaN and Inf become null), booleans, text,
+        None."""
+        row = {
+            "step": step,
+            **{name: plain(value, name) for name, value in metrics.items() if name != "step"},
+        }
         _append(self._metrics, [row])
         values = {name: value for name, value in row.items() if _is_number(value) and name != "step"}
         if self._board is not None:
@@ -70,23 +74,34 @@ class MetricsLog:
         from torch.utils.tensorboard import SummaryWriter
 
         # purge_step hides what an earlier process of this run wrote past the checkpoint that it resumed from.
-        return SummaryWriter(str(self.output_dir / "tensorboard"), purge_step=None if last is None else last + 1)
+        return SummaryWriter(
+            str(self.output_dir / "tensorboard"), purge_step=None if last is None else last + 1
+        )
 
     def _wandb_run(self, config: Config) -> Any:
         try:
             import wandb
         except ImportError as error:
-            raise ConfigError("metrics.wandb = true needs the package wandb, which is not installed; install it or set it to "
-                              "false.") from error
+            raise ConfigError(
+                "metrics.wandb = true needs the package wandb, which is not installed; install it or set it"
+                " to false."
+            ) from error
         identity = self.output_dir / "wandb_id.txt"  # so that a resumed run goes on in the same W&B run
         if not identity.exists():
             identity.write_text(secrets.token_hex(4))
-        return wandb.init(project=config.metrics.wandb_project, name=self.output_dir.name, dir=str(self.output_dir),
-                          id=identity.read_text().strip(), resume="allow", config=dataclasses.asdict(config))
+        return wandb.init(
+            project=config.metrics.wandb_project,
+            name=self.output_dir.name,
+            dir=str(self.output_dir),
+            id=identity.read_text().strip(),
+            resume="allow",
+            config=dataclasses.asdict(config),
+        )
 
 
 def plain(value: Any, name: str = "value") -> Any:
-    """``value`` as JSON can hold it: floats finite or null, tensors of one element as numbers; TypeError for the rest."""
+    """``value`` as JSON can hold it: floats finite or null, tensors of one element as numbers; TypeError for
+    the rest."""
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, numbers.Integral):
@@ -99,11 +114,14 @@ def plain(value: Any, name: str = "value") -> Any:
         return [plain(item, name) for item in value]
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
         return plain(value.item(), name)
-    raise TypeError(f"The metric {name} is a {type(value).__name__}, which has no place in a line of JSON; log a number.")
+    raise TypeError(
+        f"The metric {name} is a {type(value).__name__}, which has no place in a line of JSON; log a number."
+    )
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a log, in order; [] where it is missing. A last line that was cut off by a kill is left out.
+    """The rows of a log, in order; [] where it is missing. A last line that was cut off by a kill is left
+    out.
 
     Raises RunError where a line before the last is not a JSON object.
     """
@@ -135,8 +153,10 @@ def cut_logs(output_dir: str | Path, step: int) -> None:
                 os.fsync(file.fileno())
             os.replace(temporary, path)
         except OSError as error:
-            raise RunError(f"{path} could not be cut back to step {step}: {error}. It is as it was; free space and resume "
-                           "again.") from error
+            raise RunError(
+                f"{path} could not be cut back to step {step}: {error}. It is as it was; free space and"
+                " resume again."
+            ) from error
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -174,8 +194,9 @@ def _append(file: TextIO, rows: list[dict[str, Any]]) -> None:
         file.write("".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows))
         file.flush()
     except OSError as error:
-        raise RunError(f"{file.name} could not be written: {error}. Free some space and go on with "
-                       "--checkpoint.resume.") from error
+        raise RunError(
+            f"{file.name} could not be written: {error}. Free some space and go on with --checkpoint.resume."
+        ) from error
 
 
 def _is_number(value: Any) -> bool:

@@ -2,7 +2,7 @@
 
 Two forms:
   "package.module:attribute"       imported; the current folder is searched too (last)
-  "path/to/file.py:attribute"      the file, relative to the current folder; its own folder is searched too (last)
+  "path/to/file.py:attribute"      a file, relative to the current folder; its folder is searched too (last)
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ from torchspec.errors import ConfigError
 def load_object(spec: str) -> Any:
     """The object that ``spec`` names, "module:attribute" or "path/to/file.py:attribute".
 
-    The same file gives the same module every time. Raises ConfigError when the form, the module or the attribute is wrong;
-    an error that the module itself raises while it is imported is the ConfigError's cause.
+    The same file gives the same module every time. Raises ConfigError when the form, the module or the
+    attribute is wrong; an error that the module itself raises while it is imported is the ConfigError's cause.
     """
     place, _, attribute = spec.rpartition(":")
     if not place or not attribute:
-        raise ConfigError(
-            f"'{spec}' does not name an object: write 'module:Name' or 'path/to/file.py:Name'.")
+        raise ConfigError(f"'{spec}' does not name an object: write 'module:Name' or 'path/to/file.py:Name'.")
     module = _load_file(place, spec) if place.endswith(".py") else _load_module(place, spec)
     found: Any = module
     for part in attribute.split("."):
@@ -45,11 +44,13 @@ def _load_module(name: str, spec: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # The named module itself (or a package above it) is missing, as against something that the module imports.
+        # The named module itself (or a package above it) is missing, as against something that the module
+        # imports.
         if error.name and (name == error.name or name.startswith(error.name + ".")):
             raise ConfigError(
-                f"'{spec}': there is no module '{error.name}' on the Python path or in {Path.cwd()}; install it, or give a "
-                f"file as 'path/to/file.py:{spec.rpartition(':')[2]}'.") from error
+                f"'{spec}': there is no module '{error.name}' on the Python path or in {Path.cwd()}; install"
+                f" it, or give a file as 'path/to/file.py:{spec.rpartition(':')[2]}'."
+            ) from error
         raise _import_failed(spec, error) from error
     except Exception as error:
         raise _import_failed(spec, error) from error
@@ -58,7 +59,9 @@ def _load_module(name: str, spec: str) -> ModuleType:
 def _load_file(place: str, spec: str) -> ModuleType:
     path = Path(place).expanduser().resolve()
     if not path.is_file():
-        raise ConfigError(f"'{spec}': there is no file {path}; the path is taken from the current folder, {Path.cwd()}.")
+        raise ConfigError(
+            f"'{spec}': there is no file {path}; the path is taken from the current folder, {Path.cwd()}."
+        )
     # The digest keeps two files of the same name apart.
     name = f"torchspec_plugin_{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
     if name in sys.modules:
@@ -86,7 +89,9 @@ def _import_failed(spec: str, error: Exception) -> ConfigError:
             step = step.tb_next
         if step is not None:
             place = f" ({step.tb_frame.f_code.co_filename}, line {step.tb_lineno})"
-    return ConfigError(f"'{spec}': its module raised {type(error).__name__} while being imported: {error}{place}.")
+    return ConfigError(
+        f"'{spec}': its module raised {type(error).__name__} while being imported: {error}{place}."
+    )
 
 
 def _search_last(folder: Path) -> None:

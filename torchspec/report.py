@@ -1,6 +1,7 @@
 """report.html: one self-contained page of a run, from metrics.jsonl, samples.jsonl and config.toml.
 
-Plots are matplotlib SVGs, inlined. They are drawn in two placeholder colours that CSS fills in, so that the page follows the
+Plots are matplotlib SVGs, inlined. They are drawn in two placeholder colours that CSS fills in, so that the
+page follows the
 reader's light or dark setting. One colour means one thing throughout: POLICY, DRAFT, SERVED (by vLLM), EVAL.
 """
 
@@ -21,10 +22,27 @@ from torchspec.metrics import read_rows
 Rows = Sequence[Mapping[str, Any]]
 
 POLICY, DRAFT, SERVED, EVAL, OTHER = "#4878cf", "#e8833a", "#3fa66b", "#c44e8a", "#8a8f98"
-RAMP = ("#e8833a", "#d96c6c", "#b55f9e", "#7f6fc4", "#4d86c6", "#3a9ea5", "#4fae74", "#93ad4c")  # per pass, per position
+RAMP = (
+    "#e8833a",
+    "#d96c6c",
+    "#b55f9e",
+    "#7f6fc4",
+    "#4d86c6",
+    "#3a9ea5",
+    "#4fae74",
+    "#93ad4c",
+)  # per pass, per position
 INK, GRID = "#010203", "#040506"  # placeholders: replaced by var(--ink) and var(--grid)
-PHASES = (("rollout", SERVED), ("score", "#93ad4c"), ("policy", POLICY), ("draft", DRAFT), ("optimizer", "#7f6fc4"),
-          ("refit", "#3a9ea5"), ("eval", EVAL), ("checkpoint", "#c9a227"))
+PHASES = (
+    ("rollout", SERVED),
+    ("score", "#93ad4c"),
+    ("policy", POLICY),
+    ("draft", DRAFT),
+    ("optimizer", "#7f6fc4"),
+    ("refit", "#3a9ea5"),
+    ("eval", EVAL),
+    ("checkpoint", "#c9a227"),
+)
 LAST_SAMPLES = 12
 
 
@@ -37,23 +55,28 @@ def write_report(output_dir: str | Path) -> Path:
     rows = read_rows(folder / "metrics.jsonl")
     samples = read_rows(folder / "samples.jsonl")
     settings = folder / "config.toml"
-    config = config_from_toml(settings.read_text(encoding="utf-8"), str(settings)) if settings.exists() else None
+    config = (
+        config_from_toml(settings.read_text(encoding="utf-8"), str(settings)) if settings.exists() else None
+    )
     path = folder / "report.html"
     write_atomically(path, page(folder.resolve().name, rows, samples, config))
     return path
 
 
-# -- plots ------------------------------------------------------------------------------------------------------------
+# -- plots --------------------------------------------------------------------------------------------------
 
 
 class Plot:
-    """One figure: a title, one pair of axes with the step below, and helpers that skip metrics a run does not have."""
+    """One figure: a title, one pair of axes with the step below, and helpers that skip metrics a run does not
+    have."""
 
     def __init__(self, rows: Rows, title: str, ylabel: str) -> None:
         from matplotlib.figure import Figure
 
         self.rows, self.title, self.ylabel = rows, title, ylabel
-        self.figure = Figure(figsize=(5.6, 3.1))  # fixed margins: matplotlib's layout engines draw everything twice
+        self.figure = Figure(
+            figsize=(5.6, 3.1)
+        )  # fixed margins: matplotlib's layout engines draw everything twice
         self.figure.subplots_adjust(left=0.125, right=0.985, bottom=0.155, top=0.905)
         self.axes = self.figure.add_subplot()
         self.drawn = False
@@ -63,7 +86,9 @@ class Plot:
         pairs = [(row["step"], row[name]) for row in self.rows if isinstance(row.get(name), (int, float))]
         return [s for s, _ in pairs], [float(v) for _, v in pairs]
 
-    def line(self, name: str, label: str, colour: str, *, smooth: bool = False, marks: bool = False, **style: Any) -> None:
+    def line(
+        self, name: str, label: str, colour: str, *, smooth: bool = False, marks: bool = False, **style: Any
+    ) -> None:
         """A metric over steps; ``smooth`` adds its running mean and pales the raw values."""
         steps, values = self.series(name)
         if not values:
@@ -110,7 +135,10 @@ class Plot:
 
 def running_mean(values: Sequence[float], width: int) -> list[float]:
     """Mean of each value and the ``width`` - 1 before it."""
-    return [sum(values[max(0, i + 1 - width):i + 1]) / len(values[max(0, i + 1 - width):i + 1]) for i in range(len(values))]
+    return [
+        sum(values[max(0, i + 1 - width) : i + 1]) / len(values[max(0, i + 1 - width) : i + 1])
+        for i in range(len(values))
+    ]
 
 
 def to_svg(figure: Any, title: str) -> str:
@@ -122,9 +150,9 @@ def to_svg(figure: Any, title: str) -> str:
     with matplotlib.rc_context(style):
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
-    text = text[text.index("<svg"):]
+    text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.S)
-    text = re.sub(r'<svg ', f'<svg role="img" aria-label="{html.escape(title, quote=True)}" ', text, count=1)
+    text = re.sub(r"<svg ", f'<svg role="img" aria-label="{html.escape(title, quote=True)}" ', text, count=1)
     text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
     text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
     text = re.sub(r" font-family: [^;\"]*;", "", text)  # the page's own font
@@ -134,7 +162,7 @@ def to_svg(figure: Any, title: str) -> str:
 def numbered(rows: Rows, prefix: str) -> list[int]:
     """The numbers k of the metrics ``prefix``k."""
     names = {name for row in rows for name in row if name.startswith(prefix)}
-    return sorted(int(name[len(prefix):]) for name in names if name[len(prefix):].isdigit())
+    return sorted(int(name[len(prefix) :]) for name in names if name[len(prefix) :].isdigit())
 
 
 def plot_reward(rows: Rows) -> str:
@@ -230,8 +258,14 @@ def plot_phases(rows: Rows) -> str:
             colours.append(colour)
             labels.append(name)
     # The time to save comes after a step's own clock has stopped.
-    inside = [sum(v for v, name in zip(column, labels, strict=True) if name != "checkpoint")
-              for column in zip(*stacks, strict=True)] if stacks else [0.0] * len(rows)
+    inside = (
+        [
+            sum(v for v, name in zip(column, labels, strict=True) if name != "checkpoint")
+            for column in zip(*stacks, strict=True)
+        ]
+        if stacks
+        else [0.0] * len(rows)
+    )
     stacks.append([max(0.0, row["time/step"] - claimed) for row, claimed in zip(rows, inside, strict=True)])
     colours.append(OTHER)
     labels.append("other")
@@ -247,11 +281,21 @@ def plot_phases(rows: Rows) -> str:
 
 
 PLOTS: tuple[Callable[[Rows], str], ...] = (
-    plot_reward, plot_acceptance, plot_positions, plot_draft_loss, plot_top1, plot_speed, plot_phases, plot_gap, plot_entropy,
-    plot_gradients, plot_length)
+    plot_reward,
+    plot_acceptance,
+    plot_positions,
+    plot_draft_loss,
+    plot_top1,
+    plot_speed,
+    plot_phases,
+    plot_gap,
+    plot_entropy,
+    plot_gradients,
+    plot_length,
+)
 
 
-# -- page -------------------------------------------------------------------------------------------------------------
+# -- page ---------------------------------------------------------------------------------------------------
 
 
 def page(name: str, rows: Rows, samples: Rows, config: Config | None) -> str:
@@ -263,24 +307,34 @@ def page(name: str, rows: Rows, samples: Rows, config: Config | None) -> str:
         body = "<p>No step has been finished yet.</p>"
     title = html.escape(name)
     steps = f"{len(rows)} steps" if len(rows) != 1 else "1 step"
-    return (f'<!doctype html>\n<html lang=en><head><meta charset="utf-8"><title>{title} - TorchSpec</title>\n'
-            f'<meta name=viewport content="width=device-width"><style>{STYLE}</style></head>\n<body>\n'
-            f"<h1>{title}</h1><p class=sub>TorchSpec, {steps}</p>\n{body}\n{sample_table(samples)}\n{settings_table(config)}\n"
-            "</body></html>\n")
+    return (
+        f'<!doctype html>\n<html lang=en><head><meta charset="utf-8"><title>{title} -'
+        " TorchSpec</title>\n<meta name=viewport"
+        f' content="width=device-width"><style>{STYLE}</style></head>\n<body>\n<h1>{title}</h1><p'
+        " class=sub>TorchSpec,"
+        f" {steps}</p>\n{body}\n{sample_table(samples)}\n{settings_table(config)}\n</body></html>\n"
+    )
 
 
 def tiles(rows: Rows) -> str:
     """The run in a few numbers: first -> last value, or a total."""
+
     def ends(name: str, form: str) -> str | None:
         values = [row[name] for row in rows if isinstance(row.get(name), (int, float))]
         if not values:
             return None
-        return form.format(values[-1]) if len(values) == 1 else f"{form.format(values[0])} &rarr; {form.format(values[-1])}"
+        return (
+            form.format(values[-1])
+            if len(values) == 1
+            else f"{form.format(values[0])} &rarr; {form.format(values[-1])}"
+        )
 
     def total(name: str) -> float:
         return sum(row[name] for row in rows if isinstance(row.get(name), (int, float)))
 
-    gaps = [row["train/logprob_gap"] for row in rows if isinstance(row.get("train/logprob_gap"), (int, float))]
+    gaps = [
+        row["train/logprob_gap"] for row in rows if isinstance(row.get("train/logprob_gap"), (int, float))
+    ]
     numbers = [
         ("Held-out reward", ends("eval/reward", "{:.3f}")),
         ("Rollout reward", ends("reward/mean", "{:.3f}")),
@@ -290,10 +344,15 @@ def tiles(rows: Rows) -> str:
         ("Largest log-probability gap", f"{max(gaps):.1e}" if gaps else None),
         ("Rollout speed, tokens/s", ends("rollout/tokens_per_s", "{:,.0f}")),
         ("Sampled tokens", f"{total('rollout/tokens'):,.0f}" if total("rollout/tokens") else None),
-        ("Steps skipped for NaN or Inf", ends("skipped/steps", "{:.0f}") if rows[-1].get("skipped/steps") else None),
+        (
+            "Steps skipped for NaN or Inf",
+            ends("skipped/steps", "{:.0f}") if rows[-1].get("skipped/steps") else None,
+        ),
         ("Time in steps", duration(total("time/step")) if total("time/step") else None),
     ]
-    return "".join(f"<div class=tile><b>{value}</b><span>{label}</span></div>" for label, value in numbers if value)
+    return "".join(
+        f"<div class=tile><b>{value}</b><span>{label}</span></div>" for label, value in numbers if value
+    )
 
 
 def duration(seconds: float) -> str:
@@ -312,13 +371,22 @@ def sample_table(samples: Rows) -> str:
         return ""
     last = samples[-1]["step"]
     chosen = [row for row in samples if row["step"] == last][:LAST_SAMPLES]
-    columns = [("prompt", "prompt"), ("response", "response"), ("answer", "answer"), ("reward", "reward"),
-               ("advantage", "advantage"), ("finish_reason", "finished"), ("accepted", "accepted")]
+    columns = [
+        ("prompt", "prompt"),
+        ("response", "response"),
+        ("answer", "answer"),
+        ("reward", "reward"),
+        ("advantage", "advantage"),
+        ("finish_reason", "finished"),
+        ("accepted", "accepted"),
+    ]
     columns = [(key, label) for key, label in columns if any(row.get(key) is not None for row in chosen)]
     head = "".join(f"<th>{label}</th>" for _, label in columns)
     body = "".join("<tr>" + "".join(_sample_cell(row, key) for key, _ in columns) + "</tr>" for row in chosen)
-    return (f"<h2>Samples of step {last}</h2><div class=wide><table class=samples><thead><tr>{head}</tr></thead>"
-            f"<tbody>{body}</tbody></table></div>")
+    return (
+        f"<h2>Samples of step {last}</h2><div class=wide><table class=samples><thead><tr>{head}</tr></thead>"
+        f"<tbody>{body}</tbody></table></div>"
+    )
 
 
 def _sample_cell(row: Mapping[str, Any], key: str) -> str:
@@ -345,30 +413,48 @@ def settings_table(config: Config | None) -> str:
         table, _, field = name.rpartition(".")
         changed = " class=changed" if value != getattr_dotted(default, name) else ""
         shown = html.escape(json.dumps(value, ensure_ascii=False))
-        sections.setdefault(table, []).append(f"<tr{changed}><td>{html.escape(field)}</td><td>{shown}</td></tr>")
-    return ("<h2>Settings</h2><p class=sub>Bold where they differ from the default.</p><div class=settings>" +
-            "".join(f"<table><caption>{html.escape(table or 'run')}</caption>{''.join(lines)}</table>"
-                    for table, lines in sections.items()) + "</div>")
+        sections.setdefault(table, []).append(
+            f"<tr{changed}><td>{html.escape(field)}</td><td>{shown}</td></tr>"
+        )
+    return (
+        "<h2>Settings</h2><p class=sub>Bold where they differ from the default.</p><div class=settings>"
+        + "".join(
+            f"<table><caption>{html.escape(table or 'run')}</caption>{''.join(lines)}</table>"
+            for table, lines in sections.items()
+        )
+        + "</div>"
+    )
 
 
 STYLE = """
-:root { color-scheme: light dark; --ink: #3a4048; --grid: #e3e6ea; --paper: #ffffff; --card: #f6f7f9; --faint: #737b86; }
+:root { color-scheme: light dark; --ink: #3a4048; --grid: #e3e6ea; --paper: #ffffff; --card: #f6f7f9; --faint:
+#737b86; }
 @media (prefers-color-scheme: dark) {
   :root { --ink: #c9cfd8; --grid: #343a43; --paper: #16191e; --card: #1e2228; --faint: #8d96a3; } }
 body { font: 15px/1.5 system-ui, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; color: var(--ink);
   background: var(--paper); max-width: 1240px; margin: 2rem auto; padding: 0 1.25rem; }
-h1 { margin: 0; font-size: 1.7rem } h2 { margin: 2.2rem 0 .4rem; font-size: 1.2rem } .sub { margin: 0 0 1rem; color: var(--faint) }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(170px, 1fr)); gap: .7rem; margin: 1.2rem 0 }
-.tile { background: var(--card); border-radius: 8px; padding: .7rem .9rem } .tile b { display: block; font-size: 1.15rem;
-  font-variant-numeric: tabular-nums; white-space: nowrap } .tile span { color: var(--faint); font-size: .85rem }
+h1 { margin: 0; font-size: 1.7rem } h2 { margin: 2.2rem 0 .4rem; font-size: 1.2rem } .sub { margin: 0 0 1rem;
+color: var(--faint) }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(170px, 1fr)); gap: .7rem; margin:
+1.2rem 0 }
+.tile { background: var(--card); border-radius: 8px; padding: .7rem .9rem } .tile b { display: block;
+font-size: 1.15rem;
+  font-variant-numeric: tabular-nums; white-space: nowrap } .tile span { color: var(--faint); font-size:
+  .85rem }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); gap: .9rem }
-figure { margin: 0; background: var(--card); border-radius: 8px; padding: .6rem } figure svg { width: 100%; height: auto; display: block }
-table { border-collapse: collapse; font-size: .86rem; width: 100% } caption { text-align: left; font-weight: 600; padding: .2rem 0 }
-th { text-align: left; color: var(--faint); font-weight: 600 } td, th { padding: .22rem .6rem .22rem 0; vertical-align: top;
+figure { margin: 0; background: var(--card); border-radius: 8px; padding: .6rem } figure svg { width: 100%;
+height: auto; display: block }
+table { border-collapse: collapse; font-size: .86rem; width: 100% } caption { text-align: left; font-weight:
+600; padding: .2rem 0 }
+th { text-align: left; color: var(--faint); font-weight: 600 } td, th { padding: .22rem .6rem .22rem 0;
+vertical-align: top;
   border-bottom: 1px solid var(--grid) } .wide { overflow-x: auto }
-.samples .text { font-family: ui-monospace, Menlo, Consolas, monospace; font-size: .8rem; white-space: pre-wrap;
-  overflow-wrap: anywhere; min-width: 4rem } .number { font-variant-numeric: tabular-nums; white-space: nowrap }
+.samples .text { font-family: ui-monospace, Menlo, Consolas, monospace; font-size: .8rem; white-space:
+pre-wrap;
+  overflow-wrap: anywhere; min-width: 4rem } .number { font-variant-numeric: tabular-nums; white-space: nowrap
+  }
 .settings { columns: 3 320px; column-gap: 2rem } .settings table { break-inside: avoid; margin-bottom: 1rem }
-.settings td { overflow-wrap: anywhere } .settings td:first-child { white-space: nowrap; color: var(--faint); width: 45% }
+.settings td { overflow-wrap: anywhere } .settings td:first-child { white-space: nowrap; color: var(--faint);
+width: 45% }
 .changed td, .settings .changed td:first-child { font-weight: 600; color: var(--ink) }
 """

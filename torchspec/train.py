@@ -18,18 +18,19 @@ from pathlib import Path
 from torchspec.errors import ConfigError, Interrupted, RunError
 
 USAGE = """\
-TorchSpec: reinforcement learning of a policy and, beside it, of its speculative-decoding draft; rollouts by vLLM.
+TorchSpec: reinforcement learning of a policy and, beside it, of its draft; rollouts by vLLM.
 
   torchspec train CONFIG.toml [--setting value ...]        train; `torchspec train --help` lists every setting
   torchspec train CONFIG.toml --checkpoint.resume          go on from the newest checkpoint
-  torchspec eval CONFIG.toml --policy DIR [--draft DIR]    serve policy and draft on the environment: reward, acceptance
+  torchspec eval CONFIG.toml --policy DIR [--draft DIR]    serve both on held-out items: reward, acceptance
   torchspec export RUN [--step N] --to DIR                 write policy/ and draft/ of a checkpoint, for vLLM
   torchspec report RUN                                     write RUN/report.html anew
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status and never raises, but for tyro's and argparse's own SystemExit."""
+    """Run a command; returns the exit status and never raises, but for tyro's and argparse's own
+    SystemExit."""
     args = list(sys.argv[1:] if argv is None else argv)
     if not args or args[0] in ("-h", "--help"):
         print(USAGE, end="")
@@ -66,7 +67,8 @@ def _say(sentence: str, status: int) -> int:
 
 
 def _fail(error: BaseException, sentence: str, status: int, scene: Scene) -> int:
-    """The sentence to stderr and the traceback to error.log; where there is no folder for it, to stderr if it helps."""
+    """The sentence to stderr and the traceback to error.log; where there is no folder for it, to stderr if it
+    helps."""
     text = "".join(traceback.format_exception(error))
     if scene.output_dir is not None:
         log = scene.output_dir / "error.log"
@@ -81,7 +83,7 @@ def _fail(error: BaseException, sentence: str, status: int, scene: Scene) -> int
     return _say(sentence, status)
 
 
-# -- train ------------------------------------------------------------------------------------------------------------
+# -- train --------------------------------------------------------------------------------------------------
 
 
 def train(args: list[str], scene: Scene) -> None:
@@ -128,13 +130,16 @@ def _program() -> str:
 
 def _config_argument(args: list[str], command: str) -> tuple[str, list[str]]:
     if not args or args[0].startswith("-"):
-        raise ConfigError(f"Name a config file first: torchspec {command} CONFIG.toml [--setting value ...]; "
-                          "train_configs/quickstart.toml is one.")
+        raise ConfigError(
+            f"Name a config file first: torchspec {command} CONFIG.toml [--setting value ...]; "
+            "train_configs/quickstart.toml is one."
+        )
     return args[0], args[1:]
 
 
 def _open_folder(folder: Path, resume: bool):
-    """Make the output folder and hold its lock; refuse to write over an earlier run. Returns the open lock file."""
+    """Make the output folder and hold its lock; refuse to write over an earlier run. Returns the open lock
+    file."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / ".lock", "w")
@@ -144,30 +149,41 @@ def _open_folder(folder: Path, resume: bool):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # let go by the kernel whenever this process ends
     except OSError:
         lock.close()
-        raise ConfigError(f"output_dir = '{folder}' is being written by another run that is still alive; stop that one, or "
-                          "give this one its own --output-dir.") from None
+        raise ConfigError(
+            f"output_dir = '{folder}' is being written by another run that is still alive; stop that one, or "
+            "give this one its own --output-dir."
+        ) from None
     # A run that was stopped before its first checkpoint has none of these, and may simply be started again.
     earlier = [n for n in ("metrics.jsonl", "samples.jsonl", "policy", "draft") if (folder / n).exists()]
     earlier += sorted(path.parent.name for path in folder.glob("checkpoints/step-*/COMPLETE"))
     if earlier and not resume:
         lock.close()
-        raise ConfigError(f"output_dir = '{folder}' already holds a run ({', '.join(earlier)}); go on with it by "
-                          "--checkpoint.resume, or give this one its own --output-dir, or remove the folder.")
+        raise ConfigError(
+            f"output_dir = '{folder}' already holds a run ({', '.join(earlier)}); go on with it by "
+            "--checkpoint.resume, or give this one its own --output-dir, or remove the folder."
+        )
     return lock
 
 
-# -- eval, export, report ---------------------------------------------------------------------------------------------
+# -- eval, export, report -----------------------------------------------------------------------------------
 
 
 def evaluate(args: list[str], scene: Scene) -> None:
     """``torchspec eval CONFIG.toml --policy DIR [--draft DIR] [overrides]``."""
     parser = argparse.ArgumentParser(
-        prog="torchspec eval", allow_abbrev=False,
-        description="Serve a policy, with a draft or alone, in vLLM on the environment's held-out items, and print reward, "
-                    "acceptance and tokens/s. Any setting of `torchspec train --help` can follow as an override.")
+        prog="torchspec eval",
+        allow_abbrev=False,
+        description=(
+            "Serve a policy, with a draft or alone, in vLLM on the environment's held-out items, and print"
+            " reward, acceptance and tokens/s. Any setting of `torchspec train --help` can follow as an"
+            " override."
+        ),
+    )
     parser.add_argument("config", metavar="CONFIG.toml", help="settings: environment, eval, rollout")
     parser.add_argument("--policy", required=True, metavar="DIR", help="Hugging Face folder of the policy")
-    parser.add_argument("--draft", default="", metavar="DIR", help="folder of the draft; without it: no speculation")
+    parser.add_argument(
+        "--draft", default="", metavar="DIR", help="folder of the draft; without it: no speculation"
+    )
     options, overrides = parser.parse_known_args(args)
     from torchspec.config_file import load_config
 
@@ -184,11 +200,19 @@ def evaluate(args: list[str], scene: Scene) -> None:
 
 
 def export(args: list[str], scene: Scene) -> None:
-    """``torchspec export RUN [--step N] --to DIR [--dtype D]``; RUN is an output folder or a config that names one."""
-    parser = argparse.ArgumentParser(prog="torchspec export", allow_abbrev=False,
-                                     description="Write policy/ and draft/ of a checkpoint as folders that vLLM loads.")
-    parser.add_argument("run", metavar="RUN", help="output folder of a run, or the config file that it was started from")
-    parser.add_argument("--step", type=int, default=None, metavar="N", help="checkpoint; the newest without this")
+    """``torchspec export RUN [--step N] --to DIR [--dtype D]``; RUN is an output folder or a config that
+    names one."""
+    parser = argparse.ArgumentParser(
+        prog="torchspec export",
+        allow_abbrev=False,
+        description="Write policy/ and draft/ of a checkpoint as folders that vLLM loads.",
+    )
+    parser.add_argument(
+        "run", metavar="RUN", help="output folder of a run, or the config file that it was started from"
+    )
+    parser.add_argument(
+        "--step", type=int, default=None, metavar="N", help="checkpoint; the newest without this"
+    )
     parser.add_argument("--to", required=True, metavar="DIR", help="folder to make policy/ and draft/ in")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     options = parser.parse_args(args)
@@ -200,9 +224,14 @@ def export(args: list[str], scene: Scene) -> None:
 
 def report(args: list[str], scene: Scene) -> None:
     """``torchspec report RUN``."""
-    parser = argparse.ArgumentParser(prog="torchspec report", allow_abbrev=False,
-                                     description="Write report.html from a run's metrics.jsonl, samples.jsonl, config.toml.")
-    parser.add_argument("run", metavar="RUN", help="output folder of a run, or the config file that it was started from")
+    parser = argparse.ArgumentParser(
+        prog="torchspec report",
+        allow_abbrev=False,
+        description="Write report.html from a run's metrics.jsonl, samples.jsonl, config.toml.",
+    )
+    parser.add_argument(
+        "run", metavar="RUN", help="output folder of a run, or the config file that it was started from"
+    )
     options = parser.parse_args(args)
     run_dir = run_folder(options.run)
     from torchspec.report import write_report

