@@ -167,3 +167,39 @@ def test_stable_seed_is_stable_and_separates_its_parts():
     assert stable_seed(1, "a", 2) == 3052309780763929022  # other values would change the prompts of every saved run
     assert stable_seed(1, 12) != stable_seed(11, 2)
     assert 0 <= stable_seed("x") < 2**62
+
+
+@pytest.mark.parametrize("response, answer", [
+    (" nus \n", "nus"), ("<think>a</think><answer> nus\n</answer>.", "nus"), ("<answer>a</answer> <answer>b</answer>", "b"),
+    ("<answer>nus", "<answer>nus"), ("nus</answer>", "nus</answer>"), ("", ""),
+])
+def test_the_final_answer_of_a_response(response, answer):
+    from torchspec.data.reasoning_gym import final_answer
+
+    assert final_answer(response) == answer
+
+
+def test_several_questions_in_a_prompt():
+    fields = dict(name="reasoning_gym:spell_backward", args={"min_word_len": 4, "max_word_len": 4})
+    one, three = build(**fields), build(questions_per_prompt=3, **fields)
+    item = three.item(5, "train")
+    parts = [one.draw("train", 15 + i) for i in range(3)]
+    assert item.prompt == "\n".join(part.prompt for part in parts)
+    assert item.answer == "\n".join(part.answer for part in parts)
+    first, second, third = item.answer.split("\n")
+    assert three.score(item, f" {item.answer} \n") == 1.0
+    assert three.score(item, first) == pytest.approx(1 / 3)
+    assert three.score(item, f"{first}\n??{second[2:]}\n{third}") == pytest.approx(2.5 / 3)
+    assert three.score(item, f"{item.answer}\n{third}") == pytest.approx(3 / 4)
+    assert three.score(item, "") == 0.0
+
+
+@pytest.mark.parametrize("fields, sentence", [
+    (dict(name=HERE, questions_per_prompt=2), "questions_per_prompt = 2 has a meaning only with"),
+    (dict(name="reasoning_gym:chain_sum", questions_per_prompt=0), "questions_per_prompt = 0 must be 1 or more"),
+    (dict(name="reasoning_gym:rotate_matrix", questions_per_prompt=2), "wants answers of one line each"),
+    (dict(name="reasoning_gym:propositional_logic", questions_per_prompt=2), "'propositional_logic' has None"),
+])
+def test_questions_that_cannot_be_put_together_are_refused(fields, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        build(**fields)

@@ -14,6 +14,8 @@ class EnvironmentConfig:
     """'reasoning_gym:TASK', 'jsonl', or your own class as 'module:Class' or 'path/to/file.py:Class'."""
     args: dict[str, Any] = field(default_factory=dict)
     """Settings of the task: keyword arguments of the reasoning-gym dataset or of your class."""
+    questions_per_prompt: int = 1
+    """For reasoning_gym: questions put together in one prompt. They are answered one a line; the score is the mean."""
     path: str = ""
     """File for name = jsonl: one object a line with prompt (text or messages), answer, and free columns."""
     scorer: str = "exact"

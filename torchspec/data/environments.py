@@ -156,7 +156,7 @@ def build_environment(config: EnvironmentConfig, seed: int) -> Environment:
     if kind == "reasoning_gym":
         from torchspec.data.reasoning_gym import ReasoningGym
 
-        environment: Environment = ReasoningGym(task, config.args)
+        environment: Environment = ReasoningGym(task, config.args, config.questions_per_prompt)
     elif config.name == "jsonl":
         from torchspec.data.jsonl import JsonlEnvironment
 
@@ -165,6 +165,11 @@ def build_environment(config: EnvironmentConfig, seed: int) -> Environment:
         environment = JsonlEnvironment(config.path, config.scorer)
     else:
         environment = _load_class(config)
+    if config.questions_per_prompt != 1 and kind != "reasoning_gym":
+        raise ConfigError(
+            f"environment.questions_per_prompt = {config.questions_per_prompt} has a meaning only with "
+            "environment.name = 'reasoning_gym:TASK'."
+        )
     if config.path and config.name != "jsonl":
         raise ConfigError(f"environment.path = '{config.path}' is read only with environment.name = 'jsonl'.")
     environment.bind(seed, config.eval_items)

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import difflib
 import enum
+import math
 import random
 import typing
 from collections import OrderedDict
@@ -33,44 +34,68 @@ class ReasoningGym(Environment):
         task: its name, such as "spell_backward".
         args: settings of the task, the fields of its configuration without ``seed`` and ``size``. A field of an Enum type
             takes the Enum's value (``transformation = "lowercase"``).
+        questions: questions in one prompt, one a line. The answers are then expected one a line too, in the same order,
+            and the score is the mean of reasoning-gym's scores of the lines; a missing line scores 0, and with more lines
+            than questions the mean is over the lines. Makes long responses out of tasks with short prompts.
 
     Raises:
         ConfigError: unknown task or setting, or one that the task refuses.
     """
 
-    def __init__(self, task: str, args: dict[str, Any]) -> None:
+    def __init__(self, task: str, args: dict[str, Any], questions: int = 1) -> None:
         from reasoning_gym.factory import DATASETS
 
         if task not in DATASETS:
             near = difflib.get_close_matches(task, DATASETS, n=1)
             hint = f" Did you mean '{near[0]}'?" if near else f" There are: {', '.join(sorted(DATASETS))}."
             raise ConfigError(f"environment.name: reasoning-gym has no task '{task}'.{hint}")
+        if questions < 1:
+            raise ConfigError(f"environment.questions_per_prompt = {questions} must be 1 or more.")
         self.task = task
+        self.questions = questions
         self.args = _checked_args(task, DATASETS[task][1], args)
         self._chunks: OrderedDict[tuple[int, str, int], Any] = OrderedDict()
 
     def draw(self, stream: str, index: int) -> Item:
+        if self.questions == 1:
+            entry = self._entry(stream, index)
+            answer = entry["answer"]
+            return Item(prompt=entry["question"], answer=None if answer is None else str(answer), row=entry)
+        entries = [self._entry(stream, index * self.questions + i) for i in range(self.questions)]
+        answers = [entry["answer"] for entry in entries]
+        if any(answer is None or "\n" in str(answer) for answer in answers):
+            raise ConfigError(
+                f"environment.questions_per_prompt = {self.questions} wants answers of one line each, but "
+                f"'{self.task}' has {next(a for a in answers if a is None or chr(10) in str(a))!r}."
+            )
+        return Item(
+            prompt="\n".join(entry["question"] for entry in entries),
+            answer="\n".join(map(str, answers)),
+            row={"entries": entries},
+        )
+
+    def score(self, item: Item, response: str) -> float:
+        """reasoning-gym's own score of ``final_answer(response)``."""
+        answer = final_answer(response)
+        dataset = next(reversed(self._chunks.values())) if self._chunks else self._dataset(0, "score", 0)
+        if self.questions == 1:
+            return dataset.score_answer(answer, entry=item.row)
+        lines, entries = answer.split("\n"), item.row["entries"]
+        scores = [dataset.score_answer(line.strip(), entry=entry) for line, entry in zip(lines, entries)]
+        return math.fsum(scores) / max(len(lines), len(entries))
+
+    def _entry(self, stream: str, index: int) -> dict[str, Any]:
+        """Question ``index`` of the stream as reasoning-gym gives it: question, answer, metadata."""
         chunk, offset = divmod(index, CHUNK)
         seed = stable_seed(self.seed, self.task, stream, chunk) % SEED_RANGE
         with _global_generators(seed + offset):
             try:
-                entry = self._dataset(seed, stream, chunk)[offset]
+                return self._dataset(seed, stream, chunk)[offset]
             except Exception as error:  # the tasks check their settings by assert, or fail on them in their own ways
                 raise ConfigError(
                     f"reasoning-gym refuses environment.args = {self.args} for '{self.task}': "
                     f"{type(error).__name__}: {error}."
                 ) from error
-        answer = entry["answer"]
-        return Item(
-            prompt=entry["question"],
-            answer=None if answer is None else str(answer),
-            row=entry,
-        )
-
-    def score(self, item: Item, response: str) -> float:
-        """reasoning-gym's own score of the response, less the white space around it."""
-        dataset = next(reversed(self._chunks.values())) if self._chunks else self._dataset(0, "score", 0)
-        return dataset.score_answer(response.strip(), entry=item.row)
 
     def _dataset(self, seed: int, stream: str, chunk: int) -> Any:
         """The data set of a chunk; the last few are kept, since prompts are asked for in order."""
@@ -83,6 +108,14 @@ class ReasoningGym(Environment):
                 self._chunks.popitem(last=False)
         self._chunks.move_to_end(key)
         return self._chunks[key]
+
+
+def final_answer(response: str) -> str:
+    """What stands between the last ``<answer>`` and the ``</answer>`` after it, where the response has such a pair (ask for
+    it in ``environment.system_prompt`` when the policy should think first), else all of it; white space around it goes."""
+    _, opened, rest = response.rpartition("<answer>")
+    inside, closed, _ = rest.partition("</answer>")
+    return (inside if opened and closed else response).strip()
 
 
 def _checked_args(task: str, config_class: type, args: dict[str, Any]) -> dict[str, Any]:
