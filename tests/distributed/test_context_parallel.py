@@ -110,8 +110,10 @@ def test_saved_bytes(ranks):
 
 
 def test_compile(ranks):
+    """One fullgraph aot_eager graph per transport, bit-equal to eager; run at C = 4, as tracing is slow."""
     for r in ranks:
-        assert r["compiled"] == {"gather": True, "ring": True}
+        assert r.get("compiled", {"gather": True, "ring": True}) == {"gather": True, "ring": True}
+        assert ("compiled" in r) == (len(ranks) == 4)
 
 
 def test_far_away_gradient_crosses_ranks(ranks):

@@ -92,6 +92,14 @@ def _check(q_THD: Tensor) -> None:
         )
 
 
+def _check_rows(view: TrunkView, q_rows: int) -> None:
+    """A device-side assertion that cu_seqlens describe these rows; the host does not wait for it."""
+    torch._assert_async(
+        view.cu_seqlens[-1] == q_rows * view.cp_size,
+        f"cu_seqlens do not end at the {q_rows * view.cp_size} rows that q and its {view.cp_size} rank(s) have.",
+    )
+
+
 def _options(view: TrunkView, scale: float) -> dict:
     if view.window:
         return {"scale": scale, "window_size_left": view.window - 1, "window_size_right": 0}
@@ -106,6 +114,7 @@ def _unseen_to_minus_inf(lse_HT: Tensor) -> Tensor:
 def trunk_forward(q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, view: TrunkView, scale: float) -> tuple[Tensor, Tensor]:
     """See ``torchspec.attention.cpu.trunk_forward``; pieces are rounded to q's dtype by the kernel before the merge."""
     _check(q_THD)
+    _check_rows(view, q_THD.shape[0])
     dtype = accumulation_dtype(q_THD.dtype)
     calls = calls_of(view, q_THD.shape[0], k_SGD.shape[0])
     whole = len(calls) == 1 and calls[0].q_rows is None

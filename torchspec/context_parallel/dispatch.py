@@ -113,11 +113,23 @@ def _check_transport(transport: str) -> None:
         raise ValueError(f"transport is {transport!r}; branch_attention knows gather, ring and gathered.")
 
 
+def _check_documents(cu_seqlens: Tensor, rows: int, size: int) -> None:
+    """Raises RuntimeError when the documents are not the mesh's rows cut into 2C chunks; on CUDA it does not wait."""
+    fits = (cu_seqlens[-1] == rows) & (torch.diff(cu_seqlens) % (2 * size) == 0).all()
+    torch._assert_async(
+        fits,
+        f"cu_seqlens must end at the mesh's {rows} rows with every document padded to a multiple of {2 * size}, so that "
+        f"{size} context-parallel ranks can hold two equal chunks of each; use the cu_seqlens of PackedZigzag.",
+    )
+
+
 def _forward_handler(op_call, args, kwargs):
     (q, k0, v0, kb, vb, _carriers, cu_seqlens, max_seqlen, scale, window, _size, _rank, transport) = args
     _check_transport(transport)
     place = place_of(q, k0, [v0, *kb, *vb])
     ring, cu_seqlens = place.ring, _local(cu_seqlens)
+    if ring.size > 1:
+        _check_documents(cu_seqlens, q.shape[0], ring.size)
     q, kb, vb = place.local_rows(q), [place.local_rows(x) for x in kb], [place.local_rows(x) for x in vb]
     if transport == "ring":
         k0, v0 = place.local_rows(k0), place.local_rows(v0)
