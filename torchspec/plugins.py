@@ -23,7 +23,7 @@ def load_object(spec: str) -> Any:
     """The object that ``spec`` names, "module:attribute" or "path/to/file.py:attribute".
 
     The same file gives the same module every time. Raises ConfigError when the form, the module or the
-    attribute is wrong; an error that the module itself raises while it is imported is the ConfigError's cause.
+    attribute is wrong; an error that the module itself raises while imported is the ConfigError's cause.
     """
     place, _, attribute = spec.rpartition(":")
     if not place or not attribute:

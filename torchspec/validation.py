@@ -35,6 +35,7 @@ AT_LEAST = {
     "draft.every": 1,
     "draft.extra_steps": 0,
     "environment.eval_items": 1,
+    "environment.questions_per_prompt": 1,
     "rollout.sampling.max_tokens": 1,
     "rollout.num_speculative_tokens": 0,
     "rollout.max_model_len": 2,
