@@ -22,7 +22,9 @@ CPU_FIRST := torch==2.13.0+cpu triton==3.7.1
 .DEFAULT_GOAL := quickstart
 
 quickstart: $(STAMP)
-	@if [ -e $(RUN)/metrics.jsonl ]; then \
+	@if [ -e $(RUN) ]; then \
+	  $(VENV)/bin/python -c 'import fcntl; fcntl.flock(open("$(RUN)/.lock", "a"), fcntl.LOCK_EX | fcntl.LOCK_NB)' 2>/dev/null \
+	    || { echo "$(RUN) belongs to a run that is still alive; stop that one first." >&2; exit 1; }; \
 	  aside=$(RUN)-$$(date +%Y%m%d-%H%M%S); \
 	  mv $(RUN) "$$aside"; \
 	  echo "The earlier run was moved to $$aside."; \
