@@ -1,106 +1,159 @@
-"""The policy: torchtitan's decoder, walked layer by layer so that taps can be read between layers.
+"""The policy as the rest of TorchSpec sees it: packed tokens and a layout in, final hidden rows and taps out.
 
-Legend: T rows of a pack, E hidden size, V vocabulary, L layers.
+Legend: T rows of this rank, E hidden, V vocabulary, L layers, F rotary frequencies.  torchtitan's layers want a batch
+dimension: [1, T, E].
+
+Tap ``i`` is the residual stream that enters decoder layer ``i``: 0 the embedding rows, L the output of the last layer
+before the final norm.  Taps are that stream without a graph (``detach``), and nothing here writes into them later.  The
+forward does the same arithmetic whether taps are asked for or not, so the policy's gradients are bit-equal.
+
+The output is the input of the head.  Logits [T, V] are made nowhere here; the losses make them chunk by chunk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
-from torch.nn.functional import embedding
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from torchspec.context_parallel.layout import PackedZigzag
+from torchspec.draft.rope import rope_tables
 from torchspec.policy.shape import PolicyShape
-from torchspec.policy.titan import hf_names, rope_tables_for
 
 
 @dataclass
 class PolicyOutput:
-    """hidden_TE: after the final norm, the input of the head. taps: tap id -> detached [T, E], never modified later."""
+    """``hidden_TE`` after the final norm, in the compute dtype; ``taps`` by tap id, each [T, E], detached."""
 
     hidden_TE: Tensor
-    taps: dict[int, Tensor] = field(default_factory=dict)
+    taps: dict[int, Tensor]
 
 
 class Policy(nn.Module):
-    """A dense decoder with fp32 (master) parameters that computes in ``compute_dtype``.
-
-    Weights are cast where they are used; gradients arrive in the master dtype. No logits are made here: the head belongs to
-    the losses, which read ``head_weight``.
+    """A decoder of ``torchspec.policy.titan`` with master weights in one dtype and compute in another.
 
     Args:
-        decoder: torchtitan's model, see ``torchspec.policy.titan``.
-        shape: its numbers.
-        compute_dtype: dtype of forward and backward.
-        activation_checkpoint: recompute each layer in the backward.
+        decoder: has ``tok_embeddings``, ``layers`` (ModuleDict keyed by the layer's index), ``norm`` and ``lm_head``.
+            A pipeline stage's has None for what it does not hold, and keeps the indices of the whole model.
+        shape: of the whole model.
+        hf_names: name of each parameter of ``decoder`` -> its name in a Hugging Face checkpoint.
+        compute_dtype: weights are cast to it module by module, where they are used; gradients arrive in the master
+            dtype.  The embedding is looked up in the master dtype and its rows are cast, so that the gradients of a
+            token's many occurrences are summed in the master dtype.
+        activation_checkpoint: recompute each layer in the backward, except the attention op's output.
+
+    Attributes:
+        hf_config, generation_config: what config.json and generation_config.json of the folder that the policy came
+            from hold ({} and None for a policy built from sizes); carried on by ``save_policy``.
     """
 
     def __init__(
-        self, decoder: nn.Module, shape: PolicyShape, *, compute_dtype: torch.dtype, activation_checkpoint: bool = False
+        self,
+        decoder: nn.Module,
+        shape: PolicyShape,
+        hf_names: Mapping[str, str],
+        *,
+        compute_dtype: torch.dtype,
+        activation_checkpoint: bool = False,
     ) -> None:
         super().__init__()
-        self.decoder = decoder
-        self.shape = shape
-        self.compute_dtype = compute_dtype
+        self.model, self.shape, self.compute_dtype = decoder, shape, compute_dtype
         self.activation_checkpoint = activation_checkpoint
+        self._hf_names = dict(hf_names)
+        self.hf_config: dict[str, Any] = {}
+        self.generation_config: dict[str, Any] | None = None
 
-    @property
-    def head_weight(self) -> Tensor:
-        """Master weight of the output head [V, E] (the embedding itself where they are tied)."""
-        return self.decoder.lm_head.weight
+    def forward(self, tokens_T: Tensor, layout: PackedZigzag, tap_ids: tuple[int, ...] = ()) -> PolicyOutput:
+        """Run this rank's rows of a pack.
+
+        Args:
+            tokens_T: int64 [T]; on a pipeline stage without the embedding, the previous stage's rows [T, E].
+            layout: of the pack; attention never crosses its documents.
+            tap_ids: from 0 to L.
+
+        Raises:
+            ValueError: another number of rows than the layout's, or a tap id that the model does not have.
+        """
+        num_layers = self.shape.num_layers
+        if tokens_T.shape[0] != layout.num_tokens:
+            raise ValueError(f"The layout has {layout.num_tokens} rows; got tokens of shape {tuple(tokens_T.shape)}.")
+        if wrong := [i for i in tap_ids if not 0 <= i <= num_layers]:
+            raise ValueError(f"Tap id {wrong[0]} does not exist in a policy of {num_layers} layers.")
+        embed = self.model.tok_embeddings
+        x_1TE = (tokens_T if embed is None else embed(tokens_T).to(self.compute_dtype)).unsqueeze(0)
+        rope = self._rope_tables(layout)
+        taps: dict[int, Tensor] = {}
+        for index, layer in self.model.layers.items():
+            if int(index) in tap_ids:
+                taps[int(index)] = x_1TE.detach()[0]
+            x_1TE = self._run_layer(layer, x_1TE, layout, rope)
+        if self.model.norm is not None:
+            if num_layers in tap_ids:
+                taps[num_layers] = x_1TE.detach()[0]
+            x_1TE = self._cast_call(self.model.norm, x_1TE)
+        return PolicyOutput(x_1TE[0], taps)
+
+    def _rope_tables(self, layout: PackedZigzag) -> tuple[Tensor, Tensor]:
+        """cos and sin [T, F], once for all layers; in fp32, or fp64 where compute is."""
+        shape = self.shape
+        return rope_tables(
+            layout.positions_T, shape.head_dim, shape.rope_theta, shape.rope_scaling, dtype=self.compute_dtype
+        )
+
+    def _run_layer(
+        self, layer: nn.Module, x_1TE: Tensor, layout: PackedZigzag, rope: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        if not (self.activation_checkpoint and torch.is_grad_enabled()):
+            return self._cast_call(layer, x_1TE, layout, rope)
+        # the attention's output is kept: under context parallel recomputing it would gather the keys once more
+        keep = [torch.ops.torchspec.branch_attention.default]
+        return checkpoint(
+            self._cast_call,
+            layer,
+            x_1TE,
+            layout,
+            rope,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=partial(create_selective_checkpoint_contexts, keep),
+        )
+
+    def _cast_call(self, module: nn.Module, *args: Any) -> Tensor:
+        """``module(*args)`` with its weights in the compute dtype; their gradients come back in the master dtype."""
+        weights = dict(module.named_parameters())
+        if all(w.dtype == self.compute_dtype for w in weights.values()):
+            return module(*args)
+        return torch.func.functional_call(module, {k: w.to(self.compute_dtype) for k, w in weights.items()}, args)
 
     @property
     def embed_weight(self) -> Tensor:
-        """Master weight of the embedding [V, E]."""
-        return self.decoder.tok_embeddings.weight
+        """Token embedding [V, E], the master parameter."""
+        return self.model.tok_embeddings.weight
 
-    def forward(self, tokens_T: Tensor, layout: PackedZigzag, tap_ids: tuple[int, ...] = ()) -> PolicyOutput:
-        """Run the layers on packed documents.
+    @property
+    def head_weight(self) -> Tensor:
+        """Output head [V, E], the master parameter; the embedding itself when tied."""
+        return self.model.lm_head.weight
 
-        Args:
-            tokens_T: int64.
-            layout: the documents.
-            tap_ids: residual streams to read: i is what enters layer i (0 = embedding rows, L = after the last layer, before
-                the final norm).
-        """
-        last = self.shape.num_layers
-        if any(not 0 <= i <= last for i in tap_ids):
-            raise ValueError(f"Tap ids are 0 to {last} for {last} layers; got {tap_ids}.")
-        h_1TE = embedding(tokens_T[None], self.embed_weight).to(self.compute_dtype)
-        rope = rope_tables_for(self.shape, layout, self.compute_dtype)
-        taps = {}
-        for i, layer in enumerate(self.decoder.layers.values()):
-            if i in tap_ids:
-                taps[i] = h_1TE.detach()[0]
-            if self.activation_checkpoint and torch.is_grad_enabled():
-                h_1TE = checkpoint(self._cast_call, layer, h_1TE, layout, rope, use_reentrant=False)
-            else:
-                h_1TE = self._cast_call(layer, h_1TE, layout, rope)
-        if last in tap_ids:
-            taps[last] = h_1TE.detach()[0]
-        return PolicyOutput(self._cast_call(self.decoder.norm, h_1TE)[0], taps)
-
-    def _cast_call(self, module: nn.Module, *args: object) -> Tensor:
-        """``module(*args)`` with its weights in the compute dtype; the module itself where that is theirs already."""
-        weights = dict(module.named_parameters())
-        if all(weight.dtype == self.compute_dtype for weight in weights.values()):
-            return module(*args)
-        return functional_call(module, {name: w.to(self.compute_dtype) for name, w in weights.items()}, args)
+    def hf_parameters(self) -> dict[str, nn.Parameter]:
+        """Parameters under their Hugging Face names, each once: a tied head is ``model.embed_tokens.weight`` only."""
+        return {self._hf_names[name]: p for name, p in self.model.named_parameters()}
 
     def hf_weights(self, include_tied_head: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, detached master tensor) of every weight.
+        """(Hugging Face name, whole detached tensor in the master dtype): the parameters' own memory where unsharded.
 
-        Args:
-            include_tied_head: give ``lm_head.weight`` also where it is the embedding: a live vLLM engine keeps a packed copy
-                of it that must be renewed.
+        With ``include_tied_head`` a tied head comes as ``lm_head.weight`` too: vLLM packs a copy of the head, which a
+        refit without that name would leave stale.
         """
-        parameters = dict(self.decoder.named_parameters(remove_duplicate=False))
-        for hf_name, name in hf_names(self.shape).items():
-            yield hf_name, parameters[name].detach()
-        if include_tied_head and self.shape.tie_word_embeddings:
-            yield "lm_head.weight", self.head_weight.detach()
+        tied = self.shape.tie_word_embeddings and include_tied_head
+        for name, parameter in self.hf_parameters().items():
+            tensor = parameter.detach()
+            tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            yield name, tensor
+            if tied and name == "model.embed_tokens.weight":
+                yield "lm_head.weight", tensor

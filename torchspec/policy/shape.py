@@ -1,146 +1,216 @@
-"""The numbers that define a policy, and their Hugging Face spelling (config.json). Needs neither torch nor torchtitan."""
+"""The numbers that define a policy, whatever they come from: the [policy] table or a config.json."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from torchspec.draft.rope import ROPE_KEYS, check_rope_scaling
 from torchspec.errors import ConfigError
 from torchspec.policy.config import PolicyConfig
 
-HF_ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+"""model_type in config.json -> its entry in ``architectures``."""
 
-# config.json entries that change the computation, and the only value of each that is implemented.
-FIXED_ENTRIES: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu",),
-    "attention_bias": (False,),
-    "mlp_bias": (False,),
-    "use_sliding_window": (False,),
-    "pretraining_tp": (1,),
-    "quantization_config": (None,),
-    "partial_rotary_factor": (1.0, 1),
+# config.json entry -> the value under which it does nothing; another value is a feature that torchtitan's dense
+# Qwen3 and Llama do not have, and training without it would train another model than the one that is served
+_INERT = {
+    "attention_bias": False,
+    "mlp_bias": False,
+    "hidden_act": "silu",
+    "use_sliding_window": False,
+    "partial_rotary_factor": 1.0,
+    "quantization_config": None,
 }
+_POSITIVE_INTS = (
+    "hidden_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+    "max_position_embeddings",
+)
 
 
 @dataclass(frozen=True)
 class PolicyShape:
-    """Sizes and options of a dense decoder.
+    """Sizes of a dense Qwen3 or Llama decoder; checked when made (ConfigError)."""
 
-    Attributes: see ``PolicyConfig``; ``rope_scaling`` is Hugging Face's entry without rope_theta ({"rope_type": ...}), or
-    None for plain RoPE.
-    """
-
-    architecture: str
+    architecture: Literal["qwen3", "llama"]
     hidden_size: int
+    """E."""
     num_layers: int
+    """L."""
     num_heads: int
+    """H query heads."""
     num_kv_heads: int
+    """G key/value heads."""
     head_dim: int
+    """D; independent of hidden_size / num_heads."""
     intermediate_size: int
     vocab_size: int
+    """V, rows of the embedding and of the head."""
     rope_theta: float
     rope_scaling: dict[str, Any] | None
+    """None, or ``rope_type`` and its keys in Hugging Face's spelling."""
     norm_eps: float
     max_position_embeddings: int
     tie_word_embeddings: bool
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "vocab_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"The policy's {name} is {getattr(self, name)}; it must be at least 1.")
+        if self.architecture not in ARCHITECTURES:
+            known = " and ".join(ARCHITECTURES)
+            raise ConfigError(f"The policy's architecture is {self.architecture!r}; torchspec trains {known}.")
+        for name in _POSITIVE_INTS:
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"The policy's {name} is {value!r}; it must be a whole number of at least 1.")
+        for name in ("rope_theta", "norm_eps"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or value <= 0:
+                raise ConfigError(f"The policy's {name} is {value!r}; it must be a number above 0.")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
-                f"The policy's num_kv_heads ({self.num_kv_heads}) must divide its num_heads ({self.num_heads})."
+                f"The policy's num_kv_heads ({self.num_kv_heads}) does not divide its num_heads ({self.num_heads})."
             )
         if self.head_dim % 2:
             raise ConfigError(f"The policy's head_dim is {self.head_dim}; rotary embedding needs an even one.")
-
-    @classmethod
-    def from_config(cls, config: PolicyConfig, vocab_size: int) -> PolicyShape:
-        """Shape of a policy built from scratch; ``vocab_size`` is the tokenizer's, used where the config says 0."""
-        if config.vocab_size and config.vocab_size < vocab_size:
+        if self.architecture == "llama" and self.hidden_size % self.num_heads:
+            # transformers' LlamaConfig, which vLLM parses the folder with, refuses this whatever head_dim says
             raise ConfigError(
-                f"policy.vocab_size = {config.vocab_size} is less than the tokenizer's {vocab_size} tokens; use 0 for those."
+                f"A Llama policy's num_heads ({self.num_heads}) must divide its hidden_size ({self.hidden_size}), or "
+                "no server could load it; choose a divisor, or architecture qwen3."
             )
-        return cls(
-            architecture=config.architecture,
-            hidden_size=config.hidden_size,
-            num_layers=config.num_layers,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            intermediate_size=config.intermediate_size,
-            vocab_size=config.vocab_size or vocab_size,
-            rope_theta=config.rope_theta,
-            rope_scaling=None,
-            norm_eps=config.norm_eps,
-            max_position_embeddings=config.max_position_embeddings,
-            tie_word_embeddings=config.tie_word_embeddings,
+
+
+def shape_from_config(config: PolicyConfig, tokenizer_size: int | None) -> PolicyShape:
+    """The shape of a policy that is built from the [policy] table (``config.path`` is empty).
+
+    Args:
+        config: the table.
+        tokenizer_size: number of token ids, the default of ``vocab_size`` and its least value; None: not known.
+
+    Raises:
+        ConfigError: sizes that cannot work, or a vocabulary too small for the tokenizer.
+    """
+    vocab_size = config.vocab_size or tokenizer_size
+    if vocab_size is None:
+        raise ConfigError("policy.vocab_size is 0 and there is no tokenizer to take it from; set policy.vocab_size.")
+    shape = PolicyShape(
+        architecture=config.architecture,
+        hidden_size=config.hidden_size,
+        num_layers=config.num_layers,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        intermediate_size=config.intermediate_size,
+        vocab_size=vocab_size,
+        rope_theta=float(config.rope_theta),
+        rope_scaling=None,
+        norm_eps=config.norm_eps,
+        max_position_embeddings=config.max_position_embeddings,
+        tie_word_embeddings=config.tie_word_embeddings,
+    )
+    check_vocabulary(shape, tokenizer_size)
+    return shape
+
+
+def check_vocabulary(shape: PolicyShape, tokenizer_size: int | None) -> None:
+    """Raises ConfigError when the tokenizer has ids that the embedding lacks; spare rows are fine."""
+    if tokenizer_size is not None and tokenizer_size > shape.vocab_size:
+        raise ConfigError(
+            f"The tokenizer has {tokenizer_size} token ids and the policy's vocab_size is {shape.vocab_size}; "
+            "use the policy's own tokenizer, or a vocab_size of at least that many."
         )
 
-    @classmethod
-    def from_folder(cls, folder: str | Path) -> PolicyShape:
-        """Shape in a Hugging Face folder's config.json.
 
-        Raises:
-            ConfigError: no such file, an architecture or option that is not supported, a missing entry.
-        """
-        from torchspec.rope import check_rope_scaling
+def shape_from_hf(found: Mapping[str, Any], where: str) -> PolicyShape:
+    """The shape that a config.json declares; ``where`` names it in errors.
 
-        path = Path(folder) / "config.json"
-        try:
-            entries = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"policy.path = '{folder}': its config.json cannot be read ({error}).") from error
-        names = entries.get("architectures") or []
-        kinds = [kind for kind, name in HF_ARCHITECTURES.items() if name in names]
-        if not kinds:
-            raise ConfigError(
-                f"{path} names the architectures {names}; supported are {', '.join(HF_ARCHITECTURES.values())}."
-            )
-        for name, allowed in FIXED_ENTRIES.items():
-            if entries.get(name, allowed[0]) not in allowed:
-                raise ConfigError(f"{path} has {name} = {entries[name]!r}; only {allowed[0]!r} is supported.")
-        rope = entries.get("rope_parameters") or entries.get("rope_scaling") or {}
-        try:
-            heads = entries["num_attention_heads"]
-            return cls(
-                architecture=kinds[0],
-                hidden_size=entries["hidden_size"],
-                num_layers=entries["num_hidden_layers"],
-                num_heads=heads,
-                num_kv_heads=entries.get("num_key_value_heads") or heads,
-                head_dim=entries.get("head_dim") or (128 if kinds[0] == "qwen3" else entries["hidden_size"] // heads),
-                intermediate_size=entries["intermediate_size"],
-                vocab_size=entries["vocab_size"],
-                rope_theta=float(rope.get("rope_theta") or entries.get("rope_theta") or 10000.0),
-                rope_scaling=check_rope_scaling(rope),
-                norm_eps=entries.get("rms_norm_eps", 1e-6),
-                max_position_embeddings=entries.get("max_position_embeddings", 2048),
-                tie_word_embeddings=bool(entries.get("tie_word_embeddings", False)),
-            )
-        except KeyError as error:
-            raise ConfigError(f"{path} has no entry {error}.") from error
+    Raises:
+        ConfigError: another architecture, a feature that torchtitan's definitions lack, a missing or impossible size.
+    """
+    model_type = _model_type(found, where)
+    for name, inert in _INERT.items():
+        if found.get(name, inert) not in (inert, None):
+            raise ConfigError(f"{where} has {name} = {found[name]!r}; torchspec trains {name} = {inert!r} only.")
+    if other := sorted(set(found.get("layer_types") or []) - {"full_attention"}):
+        raise ConfigError(f"{where} has layers of type {', '.join(other)}; torchspec trains full_attention only.")
+    hidden, heads = _size(found, "hidden_size", where), _size(found, "num_attention_heads", where)
+    theta, scaling = _rope(found, where)
+    return PolicyShape(
+        architecture=model_type,
+        hidden_size=hidden,
+        num_layers=_size(found, "num_hidden_layers", where),
+        num_heads=heads,
+        num_kv_heads=_size(found, "num_key_value_heads", where, default=heads),
+        # transformers' own defaults: Qwen3Config says 128, LlamaConfig the quotient
+        head_dim=_size(found, "head_dim", where, default=128 if model_type == "qwen3" else hidden // max(heads, 1)),
+        intermediate_size=_size(found, "intermediate_size", where),
+        vocab_size=_size(found, "vocab_size", where),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        norm_eps=found.get("rms_norm_eps", 1e-6),
+        max_position_embeddings=_size(found, "max_position_embeddings", where, default=2048),
+        tie_word_embeddings=bool(found.get("tie_word_embeddings", False)),
+    )
 
-    def to_hf(self) -> dict[str, Any]:
-        """config.json of this policy, as transformers and vLLM read it."""
-        return {
-            "architectures": [HF_ARCHITECTURES[self.architecture]],
-            "model_type": self.architecture,
-            "hidden_size": self.hidden_size,
-            "num_hidden_layers": self.num_layers,
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "intermediate_size": self.intermediate_size,
-            "vocab_size": self.vocab_size,
-            "rope_theta": self.rope_theta,
-            "rope_parameters": {"rope_type": "default", **(self.rope_scaling or {}), "rope_theta": self.rope_theta},
-            "rms_norm_eps": self.norm_eps,
-            "max_position_embeddings": self.max_position_embeddings,
-            "tie_word_embeddings": self.tie_word_embeddings,
-            "hidden_act": "silu",
-            "attention_bias": False,
-        }
+
+def hf_config(shape: PolicyShape) -> dict[str, Any]:
+    """The entries of config.json that the shape decides; both spellings of rope, for transformers 4 and 5."""
+    config = {
+        "architectures": [ARCHITECTURES[shape.architecture]],
+        "model_type": shape.architecture,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "rms_norm_eps": shape.norm_eps,
+        "max_position_embeddings": shape.max_position_embeddings,
+        "rope_theta": shape.rope_theta,
+        "rope_parameters": {"rope_theta": shape.rope_theta, **(shape.rope_scaling or {"rope_type": "default"})},
+        "vocab_size": shape.vocab_size,
+        "tie_word_embeddings": shape.tie_word_embeddings,
+    }
+    if shape.rope_scaling is not None:
+        config["rope_scaling"] = shape.rope_scaling
+    return config
+
+
+def _model_type(found: Mapping[str, Any], where: str) -> str:
+    model_type, names = found.get("model_type"), found.get("architectures") or []
+    known = ARCHITECTURES.get(model_type)
+    if known is None or (names and names != [known]):
+        supported = " and ".join(ARCHITECTURES.values())
+        raise ConfigError(
+            f"{where} declares model_type {model_type!r}, architectures {list(names)}; torchspec trains {supported}."
+        )
+    return model_type
+
+
+def _size(found: Mapping[str, Any], name: str, where: str, default: int | None = None) -> int:
+    value = found.get(name)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigError(f"{where} gives {name} = {value!r}; a whole number is needed.")
+    return value
+
+
+def _rope(found: Mapping[str, Any], where: str) -> tuple[float, dict[str, Any] | None]:
+    """(theta, scaling) from ``rope_parameters`` (transformers 5) or ``rope_scaling`` and ``rope_theta`` (before)."""
+    rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ROPE_KEYS:
+        raise ConfigError(f"{where} has rope scaling {kind!r}; torchspec trains {', '.join(ROPE_KEYS)}.")
+    try:
+        scaling = check_rope_scaling(rope)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    return float(rope.get("rope_theta") or found.get("rope_theta") or 10000.0), scaling
