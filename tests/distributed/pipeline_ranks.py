@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import socket
+import sys
 import tempfile
 import time
 import traceback
@@ -34,7 +34,9 @@ def run_ranks(worker: Callable[..., Any], world_size: int, *args: Any, timeout_s
     # The store lives in this process, so that no rank's death takes it away.
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
-        context = multiprocessing.get_context("spawn")
+        # One clean process imports torch once; every rank is forked from it (much quicker than spawning).
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch.distributed.pipelining", "torchspec.pipeline.stage", "torch._dynamo"])
         ranks = [context.Process(target=_rank_main, args=(worker, rank, world_size, port, folder, args), daemon=True)
                  for rank in range(world_size)]
         for process in ranks:
@@ -67,10 +69,22 @@ def _rank_main(worker: Callable[..., Any], rank: int, world_size: int, port: int
     except BaseException as error:
         torch.save({"error": (type(error).__name__, str(error)), "seconds": time.monotonic() - start,
                     "trace": traceback.format_exc()}, file)
-        os._exit(1)  # at once, as a crashed rank would: no goodbye to the others
+        sys.exit(1)
     torch.save(outcome, file)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def cut(num_stages: int) -> list[tuple[int, int]]:
+    """Layers of every stage; not equal, and taps lie at borders and inside."""
+    ends = {2: [3, 8], 3: [2, 4, 8], 4: [2, 3, 6, 8], 8: [1, 2, 3, 4, 5, 6, 7, 8]}[num_stages]
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def stage_of_taps(layers: list[tuple[int, int]]) -> dict[int, int]:
+    """Tap id -> the stage that captures it."""
+    return {tap: next(s for s, (first, last) in enumerate(layers) if first <= tap < last or tap == last == LAYERS)
+            for tap in TAPS}
 
 
 class Layer(nn.Module):

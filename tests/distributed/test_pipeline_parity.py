@@ -8,17 +8,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from pipeline_ranks import (
-    LAYERS,
     ROWS,
-    TAPS,
     WIDTH,
     Draft,
     Part,
+    cut,
     make_batch,
     make_weights,
     one_process,
     policy_loss,
     run_ranks,
+    stage_of_taps,
 )
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
@@ -31,17 +31,6 @@ from torchspec.pipeline.tap_plan import make_tap_plan
 pytestmark = pytest.mark.parity
 SEED = int(torch.empty((), dtype=torch.int64).random_(2**31))
 SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-
-
-def cut(num_stages: int) -> list[tuple[int, int]]:
-    """Layers of every stage; not equal, and taps lie at borders and inside."""
-    ends = {2: [3, 8], 4: [2, 3, 6, 8], 8: [1, 2, 3, 4, 5, 6, 7, 8]}[num_stages]
-    return list(zip([0, *ends[:-1]], ends, strict=True))
-
-
-def stage_of_taps(layers: list[tuple[int, int]]) -> dict[int, int]:
-    return {tap: next(s for s, (first, last) in enumerate(layers) if first <= tap < last or tap == last == LAYERS)
-            for tap in TAPS}
 
 
 def run_step(rank: int, group: Any, case: dict, seed: int) -> dict:
