@@ -115,6 +115,23 @@ def test_two_runs_at_once_in_one_folder(folder):
         first.kill()
 
 
+def test_a_resume_that_fails_leaves_the_settings_of_the_checkpoint(folder):
+    assert main(["train", "c.toml", "--draft.ttt-steps", "4"]) == 0
+    mark = folder / "outputs/c/checkpoints/step-3/COMPLETE"
+    mark.parent.mkdir(parents=True)
+    mark.touch()
+    resume = ["train", "c.toml", "--checkpoint.resume", "--draft.ttt-steps", "2"]
+    (folder / "what.txt").write_text("raise ConfigError('the draft does not fit.')")
+    assert main(resume) == 2
+    assert "ttt_steps = 4" in (folder / "outputs/c/config.toml").read_text()
+    newer = "outputs/c/checkpoints/step-4"
+    (folder / "what.txt").write_text(
+        f"Path('{newer}').mkdir(); Path('{newer}/COMPLETE').touch(); raise RunError('later.')"
+    )
+    assert main(resume) == 1
+    assert "ttt_steps = 2" in (folder / "outputs/c/config.toml").read_text()
+
+
 def test_an_interrupt_prints_the_command_that_goes_on(folder, capsys):
     (folder / "what.txt").write_text("raise Interrupted('Stopped.')")
     args = ["train", "c.toml", "--environment.args.word", "two words"]

@@ -12,7 +12,8 @@ import shlex
 import shutil
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from torchspec.errors import ConfigError, Interrupted, RunError
@@ -88,7 +89,7 @@ def _fail(error: BaseException, sentence: str, status: int, scene: Scene) -> int
 
 def train(args: list[str], scene: Scene) -> None:
     """``torchspec train CONFIG.toml [overrides]``: settings first, then everything heavy."""
-    from torchspec.config_file import config_to_toml, load_config, overlay, write_atomically
+    from torchspec.config_file import config_to_toml, load_config, overlay
 
     if any(a in ("-h", "--help") for a in args) and (not args or args[0].startswith("-")):
         from torchspec.config import Config
@@ -109,15 +110,43 @@ def train(args: list[str], scene: Scene) -> None:
         from torchspec.plugins import load_object
 
         trainer_class = load_object(config.trainer)
-        write_atomically(output_dir / "config.toml", text)
-        trainer_class(config, output_dir).run()
+        print(f"TorchSpec: {path} -> {output_dir}", flush=True)
+        with _settings_written(output_dir, text):
+            trainer_class(config, output_dir).run()
+        print(
+            f"Done. Report: {output_dir / 'report.html'}; the models: {output_dir}/policy and draft.",
+            flush=True,
+        )
     except Interrupted as error:
-        if not any(output_dir.glob("checkpoints/step-*/COMPLETE")):
+        if not _checkpoints(output_dir):
             raise
         resume = [arg for arg in overrides if arg != "--checkpoint.resume"] + ["--checkpoint.resume"]
         raise Interrupted(f"{error}\n  {shlex.join([_program(), 'train', path, *resume])}") from error
     finally:
         lock.close()
+
+
+def _checkpoints(folder: Path) -> list[str]:
+    """Names of the complete checkpoints of the run in ``folder``."""
+    return sorted(path.parent.name for path in folder.glob("checkpoints/step-*/COMPLETE"))
+
+
+@contextmanager
+def _settings_written(folder: Path, text: str) -> Iterator[None]:
+    """config.toml says what the newest checkpoint was made with: a resume that fails before it has made one of its
+    own puts the earlier file back, so that the run can still be exported."""
+    from torchspec.config_file import write_atomically
+
+    path = folder / "config.toml"
+    earlier = path.read_text(encoding="utf-8") if path.exists() else None
+    known = _checkpoints(folder)
+    write_atomically(path, text)
+    try:
+        yield
+    except BaseException:
+        if earlier is not None and _checkpoints(folder) == known:
+            write_atomically(path, earlier)
+        raise
 
 
 def _program() -> str:
@@ -155,7 +184,7 @@ def _open_folder(folder: Path, resume: bool):
         ) from None
     # A run that was stopped before its first checkpoint has none of these, and may simply be started again.
     earlier = [n for n in ("metrics.jsonl", "samples.jsonl", "policy", "draft") if (folder / n).exists()]
-    earlier += sorted(path.parent.name for path in folder.glob("checkpoints/step-*/COMPLETE"))
+    earlier += _checkpoints(folder)
     if earlier and not resume:
         lock.close()
         raise ConfigError(
