@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from torchspec.context_parallel.layout import PackedZigzag
-from torchspec.draft.rope import rope_tables
+from torchspec.rope import rope_tables
 from torchspec.policy.shape import PolicyShape
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torchspec.draft.rope import ROPE_KEYS, check_rope_scaling
+from torchspec.rope import ROPE_KEYS, check_rope_scaling
 from torchspec.errors import ConfigError
 from torchspec.policy.config import PolicyConfig
 

@@ -60,7 +60,7 @@ from torchtitan.protocols.module import Module  # noqa: E402
 
 from torchspec.context_parallel.layout import PackedZigzag  # noqa: E402
 from torchspec.context_parallel.trunk import packed_attention  # noqa: E402
-from torchspec.draft.rope import apply_rope  # noqa: E402
+from torchspec.rope import apply_rope  # noqa: E402
 from torchspec.policy.config import PolicyConfig  # noqa: E402
 from torchspec.policy.model import Policy  # noqa: E402
 from torchspec.policy.shape import PolicyShape, check_vocabulary, shape_from_config  # noqa: E402

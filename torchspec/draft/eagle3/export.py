@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchspec.draft.eagle3.shape import Eagle3Shape, check_tap_ids, shape_from_config
 from torchspec.draft.folder import check_census, read_config, read_weights
-from torchspec.draft.rope import check_rope_scaling
+from torchspec.rope import check_rope_scaling
 from torchspec.errors import ConfigError
 
 if TYPE_CHECKING:

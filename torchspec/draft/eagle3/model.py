@@ -41,7 +41,7 @@ from torchspec.draft.base import Draft
 from torchspec.draft.eagle3 import export
 from torchspec.draft.eagle3.loss import Targets, eagle3_count_rows, eagle3_loss, eagle3_targets
 from torchspec.draft.eagle3.shape import Eagle3Shape, shape_from_config
-from torchspec.draft.rope import apply_rope, rope_tables
+from torchspec.rope import apply_rope, rope_tables
 from torchspec.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torchspec.draft.rope import check_rope_scaling
+from torchspec.rope import check_rope_scaling
 from torchspec.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Rotary position embedding of drafts, with the rope scalings that vLLM serves for a Llama-style draft.
+"""Rotary position embedding of the policy and of drafts, with the rope scalings that vLLM serves.
 
 The layout is "neox" (Hugging Face): dimension i rotates together with dimension i + D/2. Frequencies are made
 in fp32 by the same formulas as vLLM and transformers, so that the trained draft and the served draft agree at
@@ -49,7 +49,7 @@ def check_rope_scaling(scaling: dict[str, Any] | None) -> dict[str, Any] | None:
         entries.pop("partial_rotary_factor", None)
     if rope_type not in ROPE_KEYS:
         raise ConfigError(
-            f"Rope scaling {rope_type!r} is not supported for a draft; supported are {', '.join(ROPE_KEYS)}."
+            f"Rope scaling {rope_type!r} is not supported; supported are {', '.join(ROPE_KEYS)}."
         )
     needed, optional = ROPE_KEYS[rope_type]
     entries = {key: value for key, value in entries.items() if value is not None}
@@ -57,7 +57,7 @@ def check_rope_scaling(scaling: dict[str, Any] | None) -> dict[str, Any] | None:
         raise ConfigError(f"Rope scaling {rope_type!r} lacks {', '.join(missing)}.")
     if unknown := sorted(set(entries) - needed - optional):
         raise ConfigError(
-            f"Rope scaling {rope_type!r} has entries that a draft cannot reproduce: {', '.join(unknown)}."
+            f"Rope scaling {rope_type!r} has entries that are not implemented: {', '.join(unknown)}."
         )
     return None if rope_type == "default" else {"rope_type": rope_type, **entries}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torchspec.draft.rope import apply_rope, check_rope_scaling, rope_frequencies, rope_tables
+from torchspec.rope import apply_rope, check_rope_scaling, rope_frequencies, rope_tables
 
 SCALINGS = [
     {"rope_type": "linear", "factor": 4.0},
