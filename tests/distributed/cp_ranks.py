@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchspec.attention.oracle import dense_branch_attention
 from torchspec.context_parallel.layout import PackedZigzag
 from torchspec.context_parallel.trunk import Trunk, packed_attention
+from torchspec.context_parallel.wire import WireCounter
 
 LENGTHS = [13, 1, 22]
 """Ragged: one document of a single token, one longer than half the pack."""
@@ -163,32 +163,6 @@ def shift_inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     ids = torch.arange(100, 100 + total)
     rows, weight = (torch.randn(total, 5, generator=generator, dtype=torch.float64) for _ in range(2))
     return ids, rows, weight
-
-
-class WireCounter(TorchDispatchMode):
-    """Bytes that leave this rank, counted at the functional collectives that run under it."""
-
-    def __init__(self, size: int, rank: int):
-        super().__init__()
-        self.size, self.rank, self.bytes, self.calls = size, rank, 0, []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(issubclass(t, torch.distributed.tensor.DTensor) for t in types):
-            return NotImplemented  # let DTensor take the op apart: its collectives come back here
-        name = func._schema.name
-        if name.startswith("_c10d_functional::") and "wait" not in name:
-            x = args[0]
-            self.calls.append(name.split("::")[1])
-            if "all_to_all" in name:
-                row = x.numel() // x.shape[0] * x.element_size()
-                self.bytes += sum(n for peer, n in enumerate(args[2]) if peer != self.rank) * row
-            elif "all_gather" in name:
-                self.bytes += (self.size - 1) * x.numel() * x.element_size()
-            elif "reduce_scatter" in name:
-                self.bytes += (self.size - 1) * x.numel() * x.element_size() // self.size
-            else:
-                raise AssertionError(f"{name} is not counted")
-        return func(*args, **(kwargs or {}))
 
 
 def wire(mesh: DeviceMesh) -> dict:

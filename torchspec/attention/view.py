@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 FULL = -1
@@ -89,3 +90,15 @@ def segments(view: TrunkView, q_rows: int, k_rows: int) -> list[Segment]:
                 if k_chunk <= chunk:
                     found.append(Segment(q_row, chunk * n, n, local + k_half * n, k_chunk * n, n))
     return found
+
+
+def visible_pairs(view: TrunkView, q_rows: int, k_rows: int) -> int:
+    """How many (query, key) pairs of ``view`` attend: 4 H D operations each forward, 10 H D backward."""
+    window = view.window or view.max_seqlen
+    pairs = 0
+    for s in segments(view, q_rows, k_rows):
+        q = torch.arange(s.q_pos, s.q_pos + s.q_len)
+        last = q.clamp_max(s.k_pos + s.k_len - 1)
+        first = (q - window + 1).clamp_min(s.k_pos)
+        pairs += int((last - first + 1).clamp_min(0).sum())
+    return pairs
