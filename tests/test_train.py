@@ -101,6 +101,7 @@ def test_two_runs_at_once_in_one_folder(folder):
         text=True,
     )
     try:
+        assert first.stdout.readline() == "TorchSpec: c.toml -> outputs/c\n"
         assert first.stdout.readline() == "ready\n"
         second = subprocess.run(
             [sys.executable, "-m", "torchspec.train", "train", "c.toml", "--checkpoint.resume"],

@@ -113,10 +113,7 @@ def train(args: list[str], scene: Scene) -> None:
         print(f"TorchSpec: {path} -> {output_dir}", flush=True)
         with _settings_written(output_dir, text):
             trainer_class(config, output_dir).run()
-        print(
-            f"Done. Report: {output_dir / 'report.html'}; the models: {output_dir}/policy and draft.",
-            flush=True,
-        )
+        print(f"Done. Everything is in {output_dir}; look at {output_dir / 'report.html'}.", flush=True)
     except Interrupted as error:
         if not _checkpoints(output_dir):
             raise
@@ -133,8 +130,8 @@ def _checkpoints(folder: Path) -> list[str]:
 
 @contextmanager
 def _settings_written(folder: Path, text: str) -> Iterator[None]:
-    """config.toml says what the newest checkpoint was made with: a resume that fails before it has made one of its
-    own puts the earlier file back, so that the run can still be exported."""
+    """config.toml says what the newest checkpoint was made with: a resume that fails before it has made one
+    of its own puts the earlier file back, so that the run can still be exported."""
     from torchspec.config_file import write_atomically
 
     path = folder / "config.toml"
