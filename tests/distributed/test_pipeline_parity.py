@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pipeline_ranks import (
+    LAYERS,
     ROWS,
     WIDTH,
     Draft,
@@ -23,6 +24,7 @@ from pipeline_ranks import (
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
+from torchspec.pipeline.forward_only import forward_only_schedule
 from torchspec.pipeline.schedule import SCHEDULES, rank_of_stages, schedule_table
 from torchspec.pipeline.stage import CoTrainPipeline, entries, new_pipeline_group
 from torchspec.pipeline.tap_channel import open_channel
@@ -63,6 +65,12 @@ def run_step(rank: int, group: Any, case: dict, seed: int) -> dict:
     pipeline = CoTrainPipeline(schedule, stages, channel, points if channel else {}, draft_step=draft, log=log,
                                on_microbatch=lambda s, m: setattr(parts[s], "microbatch", m))
     found: dict[str, Any] = {}
+    outputs: dict[int, torch.Tensor] = {}
+    if mode == "inline" and not static:
+        twins = [PipelineStage(part, s, len(holders), torch.device("cpu"), group=group) for s, part in parts.items()]
+        forward = CoTrainPipeline(forward_only_schedule(name, twins, num_microbatches), twins, None, {}, forward_only=True,
+                                  on_microbatch=lambda s, m: setattr(parts[s], "microbatch", m),
+                                  on_output=lambda m, output: outputs.__setitem__(m, output))
     for step in range(2):
         del log[:]
         for module in (*parts.values(), *([draft] if draft else [])):
@@ -76,6 +84,9 @@ def run_step(rank: int, group: Any, case: dict, seed: int) -> dict:
             grads |= {f"draft.{n}": p.grad.clone() for n, p in draft.named_parameters()}
             grads["draft.losses"] = torch.stack(draft.losses[step * num_microbatches:])
         found[f"grads{step}"] = grads
+        if mode == "inline" and not static:  # between two training steps, over the same modules
+            forward.step(*([tokens] if 0 in parts else []))
+            found["forward"] = dict(outputs)
     return found | {"entries": entries(log), "drafts": [e[2] for e in log if e[0] == "draft"], "log": [e[:3] for e in log]}
 
 
@@ -136,6 +147,20 @@ def test_two_ranks_equal_one(two, index):
 @pytest.mark.parametrize("index", range(len(CASES_4)), ids=[title(c) for c in CASES_4])
 def test_four_ranks_equal_one(four, index):
     check_equal(four[index], CASES_4[index])
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_forward_only(two, name):
+    """Forward-only passes between training steps, every schedule: the last stage's outputs, without gradients."""
+    index = next(i for i, c in enumerate(CASES_2) if (c["schedule"], c["mode"]) == (name, "inline"))
+    outputs = {m: output for rank in two[index] for m, output in rank["forward"].items()}
+    tokens, _ = make_batch(SEED + 1, CASES_2[index]["microbatches"])
+    policy = Part(0, LAYERS).load(make_weights(SEED))
+    assert sorted(outputs) == list(range(len(tokens)))
+    for m, output in outputs.items():
+        policy.microbatch = m
+        want = policy(tokens[m : m + 1])
+        assert not output.requires_grad and (output - want).norm() < 2e-6 * want.norm()
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

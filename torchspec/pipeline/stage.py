@@ -48,15 +48,19 @@ class CoTrainPipeline:
     ``tap_points``: tap id -> the module, in a stage of this rank, whose first positional input is the tap (decoder layer i for
     tap i, the final norm for the tap after the last layer). ``channel`` None runs the pipeline alone. ``draft_step`` is needed
     on the draft's rank; None there gets and drops the taps. ``on_microbatch(stage, m)`` is called before every forward
-    and backward of a microbatch. ``log``: a list that takes every action and message of this rank (see ``entries``).
+    and backward of a microbatch, ``on_output(m, output)`` after every forward of the last stage. ``forward_only``: the schedule
+    is one of ``forward_only_schedule`` and runs without gradients. ``log``: a list that takes every action and message of this rank (see ``entries``).
 
     Raises PipelineError where the plan and what is given do not fit.
     """
 
     def __init__(self, schedule: Any, stages: Sequence[Any], channel: TapChannel | None,
                  tap_points: Mapping[int, nn.Module], *, draft_step: DraftStep | None = None,
-                 on_microbatch: Callable[[int, int], None] | None = None, log: list[tuple] | None = None):
+                 on_microbatch: Callable[[int, int], None] | None = None,
+                 on_output: Callable[[int, Any], None] | None = None, forward_only: bool = False,
+                 log: list[tuple] | None = None):
         self.schedule, self.stages, self.channel = schedule, list(stages), channel
+        self.on_output, self.forward_only = on_output, forward_only
         self.draft_step, self.on_microbatch, self.log = draft_step, on_microbatch, log
         self.table = table_of(schedule)
         self.rank = self.stages[0].group_rank
@@ -96,7 +100,8 @@ class CoTrainPipeline:
             for stage in self.stages:  # a warm-up forward, if the schedule runs one, is like microbatch 0
                 self.on_microbatch(stage.stage_index, 0)
         try:
-            self.schedule.step(*args, target=target, losses=losses, return_outputs=False, **kwargs)
+            with torch.set_grad_enabled(not self.forward_only):
+                self.schedule.step(*args, target=target, losses=losses, return_outputs=False, **kwargs)
         except RuntimeError as error:
             if isinstance(error, PipelineError) or self._inside is not None or not _is_exchange(error):
                 raise
@@ -141,6 +146,8 @@ class CoTrainPipeline:
                     self._armed = None
                 if self._with_taps:
                     self._after_forward(stage, m, output)
+                if self.on_output is not None and stage.is_last:
+                    self.on_output(m, output)
                 return output
 
         def backward_one_chunk(m: int, *args: Any, **kwargs: Any) -> Any:
