@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import gc
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -39,6 +41,31 @@ NOISE = ("NUMA binding", "Disabling Triton")
 PROGRESS_S = 0.1
 SMALLEST_BUDGET = 2048
 UNFITTED = "default"  # vLLM's own stamp before the first refit
+
+
+_live: weakref.ref[VllmEngine] | None = None
+
+
+def _claim_process(engine: VllmEngine) -> None:
+    """One engine at a time: vLLM's parallel groups belong to the process, and the first engine to go takes them along."""
+    global _live
+    if _live is not None and _live() is not None:
+        raise EngineError("This process has an engine already, and vLLM can serve only one at a time in a process; "
+                          "close() that one first.")
+    _live = weakref.ref(engine)
+
+
+def _release_process(engine: VllmEngine) -> None:
+    global _live
+    if _live is not None and _live() is engine:
+        _live = None
+
+
+def _reason(error: Exception) -> str:
+    """What an exception says, without pydantic's frame around it."""
+    if hasattr(error, "errors"):
+        return "; ".join(str(entry.get("msg", entry)) for entry in error.errors())
+    return str(error) or type(error).__name__
 
 
 class VllmEngine:
@@ -85,6 +112,7 @@ class VllmEngine:
         self._asleep = False
         self._unusable = ""
         self._check_folders()
+        _claim_process(self)
         self._policy_contract: transfer.Shapes = {}
         self._draft_contract: transfer.Shapes | None = None
         with undisturbed(), known_noise_removed(*NOISE):
@@ -143,7 +171,7 @@ class VllmEngine:
             except Exception as error:
                 self.close()
                 served = f"{self._policy_folder}" + (f" with the draft {self._draft_folder}" if self._draft_folder else "")
-                raise EngineError(f"vLLM could not serve {served}: {error}") from error
+                raise EngineError(f"vLLM could not serve {served}: {_reason(error)}") from error
 
     def _dtype(self) -> torch.dtype:
         if self.config.dtype == "auto":
@@ -169,14 +197,15 @@ class VllmEngine:
             max_model_len=config.max_model_len, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=budget,
             enable_chunked_prefill=False, async_scheduling=False, enforce_eager=config.enforce_eager,
             skip_tokenizer_init=True, generation_config="vllm",  # the end tokens come from us, its sampling never
-            logprobs_mode="processed_logprobs", per_request_spec_decode_metrics="summary", disable_log_stats=True,
-            use_tqdm_on_load=False, weight_transfer_config=WeightTransferConfig(backend=transfer.register_backend()),
+            logprobs_mode="processed_logprobs", disable_log_stats=True, use_tqdm_on_load=False,
+            weight_transfer_config=WeightTransferConfig(backend=transfer.register_backend()),
         )
         if self.device == "cpu":
             arguments["kv_cache_memory_bytes"] = config.kv_cache_mb << 20
         else:
             arguments |= dict(gpu_memory_utilization=config.gpu_memory_utilization, enable_sleep_mode=config.sleep)
         if draft_folder is not None:
+            arguments["per_request_spec_decode_metrics"] = "summary"
             arguments["speculative_config"] = dict(
                 method=self._draft_method, model=str(draft_folder), num_speculative_tokens=self.num_speculative_tokens,
                 draft_sample_method="greedy",
@@ -208,14 +237,12 @@ class VllmEngine:
         self._check_usable()
         check_sampling(sampling)
         params = [self._params(i, request, sampling, return_logprobs) for i, request in enumerate(requests)]
-        prompts = [{"prompt_token_ids": list(request.prompt_ids)} for request in requests]
         if not requests:
             return []
         with kept_randomness(), num_threads(self.config.threads), self._eager():
             try:
                 self._empty_prefix_cache()  # so that a request's numbers do not depend on earlier rollouts
-                self._llm.enqueue(prompts, params, use_tqdm=False)
-                outputs = self._run(requests, params, time.monotonic() + deadline_s, deadline_s, should_stop, on_progress)
+                outputs = self._run(requests, params, deadline_s, should_stop, on_progress)
             except BaseException:
                 self._abort_all()
                 raise
@@ -253,31 +280,60 @@ class VllmEngine:
         self,
         requests: list[Request],
         params: list[Any],
-        deadline: float,
         deadline_s: float,
         should_stop: Callable[[], bool],
         on_progress: Callable[[int, int], None],
     ) -> list[Any]:
         """Step the engine until all requests are finished; vLLM's outputs in request order."""
-        engine = self._llm.llm_engine
+        deadline = time.monotonic() + deadline_s
+        waiting = deque(zip(requests, params))
+        numbers: list[int] = []  # vLLM's numbers of the first len(numbers) requests, ascending
+        blocks: dict[int, int] = {}  # vLLM's request number -> KV blocks set aside for it
         finished: list[Any] = []
         tokens, shown = 0, float("-inf")
-        while engine.has_unfinished_requests():
+        while len(finished) < len(requests):
             if should_stop():
                 raise RolloutInterrupted(f"The rollout was stopped with {len(finished)} of {len(requests)} responses drawn.")
             if time.monotonic() > deadline:
-                raise RolloutDeadline(self._overdue(finished, requests, params, deadline_s))
+                raise RolloutDeadline(self._overdue(requests, params, numbers, len(finished), deadline_s))
+            numbers += self._admit(waiting, blocks)
             for output in self._step():
                 if output.finished:
                     finished.append(output)
                     tokens += len(output.outputs[0].token_ids)
+                    del blocks[int(output.request_id)]
             if time.monotonic() - shown > PROGRESS_S:
                 shown = time.monotonic()
                 on_progress(len(finished), tokens + sum(self._running().values()))
         on_progress(len(finished), tokens)
-        if len(finished) != len(requests):
-            raise EngineError(f"vLLM returned {len(finished)} responses to {len(requests)} requests.")
         return sorted(finished, key=lambda output: int(output.request_id))
+
+    def _admit(self, waiting: deque[tuple[Request, Any]], blocks: dict[int, int]) -> list[int]:
+        """Hand requests to vLLM, in order, as long as all that run can reach their full length within the KV cache.
+        Returns their numbers.
+
+        vLLM itself takes on more, and when the cache is full it preempts a request: that drops the request's draft tokens
+        and shifts its random stream, so that its tokens would depend on what else runs.
+        """
+        cache = self._llm.llm_engine.vllm_config.cache_config
+        capacity = cache.num_gpu_blocks - 1  # one block is vLLM's null block
+        prompts, params, needs = [], [], []
+        while waiting:
+            request, wanted = waiting[0]
+            length = len(request.prompt_ids) + wanted.max_tokens + self.num_speculative_tokens + 1
+            need = -(-length // cache.block_size)
+            if (blocks or needs) and sum(blocks.values()) + sum(needs) + need > capacity:
+                break
+            waiting.popleft()
+            prompts.append({"prompt_token_ids": list(request.prompt_ids)})
+            params.append(wanted)
+            needs.append(need)
+        if not prompts:
+            return []
+        # The name of a queued request is its number, a hyphen, and random letters.
+        numbers = [int(name.split("-")[0]) for name in self._llm.enqueue(prompts, params, use_tqdm=False)]
+        blocks.update(zip(numbers, needs, strict=True))
+        return numbers
 
     def _step(self) -> list[Any]:
         try:
@@ -290,17 +346,16 @@ class VllmEngine:
         states = self._llm.llm_engine.output_processor.request_states.values()
         return {int(state.external_req_id): state.detokenizer.num_output_tokens() for state in states}
 
-    def _overdue(self, finished: list[Any], requests: list[Request], params: list[Any], deadline_s: float) -> str:
-        running = self._running()
-        first = min([*running, *(int(output.request_id) for output in finished)])
-        shown = [
-            f"request {number - first} ({len(requests[number - first].prompt_ids)} prompt tokens, {tokens} of at most "
-            f"{params[number - first].max_tokens} response tokens)"
-            for number, tokens in sorted(running.items())[:4]
-        ]
-        more = f" and {len(running) - len(shown)} more" if len(running) > len(shown) else ""
-        return (f"The rollout passed its deadline of {deadline_s:g} s with {len(running)} of {len(requests)} responses "
-                f"unfinished: {', '.join(shown)}{more}. Raise rollout.deadline_s, or lower rollout.sampling.max_tokens or the "
+    def _overdue(self, requests: list[Request], params: list[Any], numbers: list[int], finished: int, deadline_s: float) -> str:
+        shown = []
+        for number, tokens in sorted(self._running().items())[:4]:
+            i = numbers.index(number)
+            shown.append(f"request {i} ({len(requests[i].prompt_ids)} prompt tokens, {tokens} of at most "
+                         f"{params[i].max_tokens} response tokens)")
+        unfinished = len(requests) - finished
+        more = f" and {unfinished - len(shown)} more" if unfinished > len(shown) else ""
+        return (f"The rollout passed its deadline of {deadline_s:g} s with {unfinished} of {len(requests)} responses "
+                f"unfinished: {', '.join(shown) or 'none had started'}{more}. Raise rollout.deadline_s, or lower rollout.sampling.max_tokens or the "
                 "number of requests.")
 
     def _abort_all(self) -> None:
@@ -409,6 +464,7 @@ class VllmEngine:
 
     def close(self) -> None:
         self._closed = True
+        _release_process(self)
         if self._llm is not None:
             self._llm = None
             gc.collect()

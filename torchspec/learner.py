@@ -1,0 +1,345 @@
+"""The second half of an RL step: samples -> packed microbatches -> gradients -> optimizer steps of both models.
+
+The draft reads the policy's taps, final hidden states and head detached, after the policy's own backward: with the draft on
+or off the policy's gradients are bit-equal. One optimizer step goes
+
+    for each microbatch:  policy forward (taps captured), policy loss and backward
+                          draft unroll on the taps, distillation and backward
+    both gradients finite?  draft step (and extra draft steps on the stored taps), policy step
+
+Groups without an advantage are packed apart. The policy skips their loss, the draft may still learn from them.
+
+Legend: T rows of a microbatch, E hidden, V vocabulary, K passes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass
+from typing import Any, Callable
+
+import torch
+from torch import Tensor
+
+from torchspec.collect import Sample
+from torchspec.config import Config
+from torchspec.data.packing import PackedBatch, Sequence, build_batch, pack
+from torchspec.draft.base import Draft
+from torchspec.errors import Interrupted
+from torchspec.losses.distill import DistillOutput, NonFiniteTeacher, distill_metrics
+from torchspec.losses.logprob import token_logprobs
+from torchspec.losses.policy import PolicyCounts, policy_counts, policy_loss, policy_metrics
+from torchspec.optim.optimizer import Optimizer
+
+
+@dataclass
+class Microbatch:
+    """Packed sequences. ``idle`` ones have no advantage and serve the draft only."""
+
+    batch: PackedBatch
+    idle: bool
+    old_logp_T: Tensor | None = None
+    """The trainer's log-probabilities before the first of several updates; None: those of this very forward."""
+
+
+@dataclass
+class DraftInputs:
+    """What the draft needs of one microbatch, all detached."""
+
+    batch: PackedBatch
+    taps: list[Tensor]
+    embed_TE: Tensor
+    hidden_TE: Tensor
+
+
+@dataclass
+class UpdateResult:
+    """``skipped``: a loss or gradient was NaN or Inf in some optimizer step, and neither model moved in it."""
+
+    metrics: dict[str, float]
+    skipped: bool
+
+
+class Stopwatch(dict):
+    """Seconds by phase."""
+
+    def lap(self, name: str, since: float) -> float:
+        """Add the time since ``since`` to ``name``; returns now."""
+        now = time.perf_counter()
+        self[name] = self.get(name, 0.0) + now - since
+        return now
+
+
+class Learner:
+    """Trains policy and draft on rollouts.
+
+    Args:
+        config: of the run.
+        policy: see ``torchspec.policy.titan``.
+        draft: None for plain RL.
+        reference: frozen copy of the starting policy; None without rl.kl_coef.
+        stop: truthy once the run has been told to stop.
+    """
+
+    def __init__(self, config: Config, policy: Any, draft: Draft | None, reference: Any | None, stop: Any) -> None:
+        self.config, self.policy, self.draft, self.reference, self.stop = config, policy, draft, reference, stop
+        rl = config.rl
+        self.rl = dataclasses.replace(rl, loss_norm_constant=rl.loss_norm_constant or config.rollout.sampling.max_tokens)
+        total = config.train.steps * rl.updates_per_rollout
+        self.policy_optimizer = Optimizer(policy, config.policy.optimizer, total)
+        self.draft_optimizer = None
+        if draft is not None:
+            draft_total = -(-total // config.draft.every) * (1 + config.draft.extra_steps)
+            self.draft_optimizer = Optimizer(draft, config.draft.optimizer, draft_total)
+
+    # ---- one rollout --------------------------------------------------------------------------------------------
+
+    def update(self, samples: list[Sample], step: int, on_progress: Callable[[int, int], None]) -> UpdateResult:
+        """``updates_per_rollout`` optimizer steps on one rollout.
+
+        Raises:
+            Interrupted: told to stop before the first optimizer step; both models are as they were.
+        """
+        self.clock = Stopwatch()
+        train_draft = self.draft is not None and step % self.config.draft.every == 0
+        parts = [self._microbatches(part, train_draft) for part in self._parts(samples)]
+        if len(parts) > 1:
+            for microbatch in (m for part in parts for m in part if not m.idle):
+                microbatch.old_logp_T = self._logprobs(self.policy, microbatch.batch)
+        self.done, self.total = 0, sum(len(part) for part in parts)
+        metrics: list[dict[str, float]] = []
+        skipped = False
+        for number, part in enumerate(parts):
+            try:
+                result = self._optimizer_step(part, train_draft, number == 0, on_progress)
+            except NonFiniteTeacher:  # the policy's own logits: its loss is NaN too
+                self.zero_grad()
+                result = UpdateResult({}, skipped=True)
+            metrics.append(result.metrics)
+            skipped |= result.skipped
+        merged = {key: sum(m[key] for m in metrics if key in m) / sum(key in m for m in metrics) for m in metrics for key in m}
+        merged["train/tokens"] = sum(m.batch.tokens_T.numel() for part in parts for m in part)
+        merged |= {f"time/{name}": seconds for name, seconds in self.clock.items()}
+        return UpdateResult(merged, skipped)
+
+    def _parts(self, samples: list[Sample]) -> list[list[Sample]]:
+        """Whole groups, dealt into ``updates_per_rollout`` consecutive parts."""
+        size = len(samples) // self.rl.updates_per_rollout
+        return [samples[i : i + size] for i in range(0, len(samples), size)]
+
+    def _microbatches(self, samples: list[Sample], train_draft: bool) -> list[Microbatch]:
+        """Samples with an advantage first; the others only when the draft learns from them."""
+        live = [s for s in samples if s.live and not s.masked]
+        idle = [s for s in samples if not (s.live and not s.masked) and s.completion.token_ids]
+        result = []
+        for group, is_idle in ((live, False), (idle if train_draft and self.config.draft.use_dropped_groups else [], True)):
+            sequences = [
+                Sequence(
+                    prompt_ids=s.prompt.token_ids,
+                    response_ids=s.completion.token_ids,
+                    engine_logprobs=s.completion.logprobs,
+                    advantage=s.advantage,
+                    trained=not is_idle,
+                )
+                for s in group
+            ]
+            bins = pack(
+                [len(s) for s in sequences],
+                self.config.train.tokens_per_microbatch,
+                hidden_size=self.policy.shape.hidden_size,
+            )
+            device = self.policy.head_weight.device
+            result += [Microbatch(build_batch([sequences[i] for i in bin_], device), is_idle) for bin_ in bins]
+        return result
+
+    # ---- one optimizer step -------------------------------------------------------------------------------------
+
+    def _optimizer_step(
+        self, microbatches: list[Microbatch], train_draft: bool, may_stop: bool, on_progress: Callable[[int, int], None]
+    ) -> UpdateResult:
+        live = [m for m in microbatches if not m.idle]
+        counts = PolicyCounts(*sum((policy_counts(m.batch.mask_T, m.batch.seq_ids_T) for m in live), torch.zeros(2)).tolist())
+        # A gate's counts are known only after every policy forward, and extra steps come back to the taps: keep them.
+        draft_counts_K = self._draft_counts([m.batch for m in microbatches]) if train_draft else None
+        keep = train_draft and (self.config.draft.extra_steps > 0 or draft_counts_K is None)
+        stored: list[DraftInputs] = []
+        sums, maxima, draft_sums = {}, {}, {}
+        for microbatch in microbatches:
+            if may_stop and self.stop:
+                self.zero_grad()
+                raise Interrupted(f"stopped by {self.stop.signal}")
+            since = time.perf_counter()
+            inputs = self._policy_pass(microbatch, counts, train_draft, sums, maxima)
+            since = self.clock.lap("policy", since)
+            if keep:
+                stored.append(inputs)
+            elif train_draft:
+                _add(draft_sums, self._draft_pass(inputs, draft_counts_K))
+                self.clock.lap("draft", since)
+            self.done += 1
+            on_progress(self.done, self.total)
+        if keep:
+            since = time.perf_counter()
+            draft_sums = self._draft_passes(stored)
+            self.clock.lap("draft", since)
+        return self._step_both(bool(live), stored, sums, maxima, draft_sums)
+
+    def _policy_pass(
+        self, microbatch: Microbatch, counts: PolicyCounts, with_taps: bool, sums: dict, maxima: dict
+    ) -> DraftInputs | None:
+        """Forward, and for a live microbatch the loss and its backward. Returns what the draft needs."""
+        batch = microbatch.batch
+        tap_ids = tuple(sorted({0, *self.draft.tap_ids})) if with_taps else ()
+        with torch.set_grad_enabled(not microbatch.idle):
+            out = self.policy(batch.tokens_T, batch.layout, tap_ids)
+        if not microbatch.idle:
+            logp_T, entropy_T = self._token_logprobs(self.policy, out.hidden_TE, batch)
+            result = policy_loss(
+                logp_T,
+                logp_T if microbatch.old_logp_T is None else microbatch.old_logp_T,
+                batch.engine_logp_T,
+                batch.advantage_T,
+                batch.mask_T,
+                batch.seq_ids_T,
+                self.rl,
+                counts,
+                ref_logp_T=self._logprobs(self.reference, batch) if self.reference is not None else None,
+                entropy_T=entropy_T,
+            )
+            result.loss.backward()
+            _add(sums, result.sums)
+            for name, value in result.maxima.items():
+                maxima[name] = torch.maximum(maxima[name], value) if name in maxima else value
+        if not with_taps:
+            return None
+        taps = [out.taps[i] for i in self.draft.tap_ids]
+        return DraftInputs(batch, taps, out.taps[0], out.hidden_TE.detach())
+
+    def _token_logprobs(self, policy: Any, hidden_TE: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        return token_logprobs(
+            hidden_TE,
+            policy.head_weight,
+            batch.targets_T,
+            temperature=self.config.rollout.sampling.temperature,
+            chunk_rows=self.config.train.logprob_chunk_rows,
+            need_entropy=True,
+        )
+
+    @torch.no_grad()
+    def _logprobs(self, policy: Any, batch: PackedBatch) -> Tensor:
+        return self._token_logprobs(policy, policy(batch.tokens_T, batch.layout).hidden_TE, batch)[0]
+
+    # ---- the draft ----------------------------------------------------------------------------------------------
+
+    def _draft_mask(self, batch: PackedBatch) -> Tensor:
+        """Tokens that the draft learns to predict."""
+        return batch.response_T if self.config.draft.train_on == "response" else batch.layout.real_T
+
+    def _draft_counts(self, batches: list[PackedBatch]) -> Tensor | None:
+        """Rows that count in each pass over all microbatches [K]; None where only the teacher can tell."""
+        counts = [self.draft.count_rows(b.layout, self._draft_mask(b)) for b in batches]
+        return None if any(c is None for c in counts) else sum(counts)
+
+    def _draft_passes(self, stored: list[DraftInputs]) -> dict[str, Tensor]:
+        """The draft's gradients on stored inputs, whose counts are taken first."""
+        targets = [self._draft_targets(inputs) for inputs in stored]
+        counts_K = sum(t.counts_K for t in targets)
+        sums: dict[str, Tensor] = {}
+        for inputs, target in zip(stored, targets):
+            _add(sums, self._draft_pass(inputs, counts_K, target))
+        return sums
+
+    def _draft_targets(self, inputs: DraftInputs) -> Any:
+        batch = inputs.batch
+        return self.draft.targets(
+            inputs.hidden_TE,
+            self.policy.head_weight,
+            batch.tokens_T,
+            self._draft_mask(batch),
+            batch.layout,
+            chunk_rows=self.config.train.logprob_chunk_rows,
+        )
+
+    def _draft_pass(self, inputs: DraftInputs, counts_K: Tensor, targets: Any = None) -> dict[str, Tensor]:
+        """Unroll, distillation and backward of one microbatch."""
+        student = self.draft(inputs.taps, inputs.embed_TE, inputs.batch.layout)
+        out: DistillOutput = self.draft.loss(
+            student,
+            targets or self._draft_targets(inputs),
+            self.policy.head_weight,
+            counts_K,
+            sampling_temperature=self.config.rollout.sampling.temperature,
+            chunk_rows=self.config.train.logprob_chunk_rows,
+        )
+        (out.loss * self.config.draft.loss_weight).backward()
+        return out.sums() | {"loss": out.loss.detach().double()}
+
+    # ---- the step of both ---------------------------------------------------------------------------------------
+
+    def _step_both(
+        self, live: bool, stored: list[DraftInputs], sums: dict, maxima: dict, draft_sums: dict
+    ) -> UpdateResult:
+        """Clip, look for NaN, step the draft (with its extra steps) and then the policy, whose head the draft reads."""
+        since = time.perf_counter()
+        metrics: dict[str, float] = {"policy/lr": self.policy_optimizer.lr}
+        norms = []
+        if live:
+            norms.append(self.policy_optimizer.clip())
+            metrics |= policy_metrics(sums, maxima) | {"policy/grad_norm": norms[-1].item()}
+        if draft_sums:
+            norms.append(self.draft_optimizer.clip())
+            metrics |= distill_metrics(draft_sums)
+            metrics |= {
+                "draft/loss": draft_sums["loss"].item(),
+                "draft/grad_norm": norms[-1].item(),
+                "draft/lr": self.draft_optimizer.lr,
+            }
+        losses = [sums["loss"]] * live + [draft_sums["loss"]] * bool(draft_sums)
+        finite = all(torch.isfinite(x).item() for x in [*norms, *losses])
+        if not finite:
+            self.zero_grad()
+            return UpdateResult(metrics, skipped=True)
+        if draft_sums:
+            self.draft_optimizer.step()
+            since = self.clock.lap("optimizer", since)
+            for _ in range(self.config.draft.extra_steps):
+                self._draft_passes(stored)
+                self.draft_optimizer.clip()
+                self.draft_optimizer.step()
+            since = self.clock.lap("draft", since)
+        if live:
+            self.policy_optimizer.step()
+        self.clock.lap("optimizer", since)
+        return UpdateResult(metrics, skipped=False)
+
+    def zero_grad(self) -> None:
+        """Drop both models' gradients."""
+        self.policy_optimizer.zero_grad()
+        if self.draft_optimizer is not None:
+            self.draft_optimizer.zero_grad()
+
+    # ---- state --------------------------------------------------------------------------------------------------
+
+    def _parts_of_state(self) -> dict[str, Any]:
+        parts = {"policy": self.policy, "policy_optimizer": self.policy_optimizer}
+        if self.draft is not None:
+            parts |= {"draft": self.draft, "draft_optimizer": self.draft_optimizer}
+        if self.reference is not None:
+            parts["reference"] = self.reference
+        return parts
+
+    def state_dict(self) -> dict[str, Any]:
+        """Weights and optimizers of both models, and the reference where there is one."""
+        return {name: part.state_dict() for name, part in self._parts_of_state().items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what ``state_dict`` gave."""
+        for name, part in self._parts_of_state().items():
+            part.load_state_dict(state[name])
+
+
+def _add(sums: dict[str, Tensor], values: dict[str, Tensor]) -> None:
+    """Add detached values key by key."""
+    for name, value in values.items():
+        sums[name] = sums[name] + value if name in sums else value.clone()

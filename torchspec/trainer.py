@@ -1,0 +1,387 @@
+"""CoTrainer: one RL step after another (DESIGN section 1), readable from top to bottom.
+
+    rollout (vLLM + draft) -> score -> advantages -> pack -> policy and draft losses -> optimizers -> refit -> log, save
+
+To change the recipe, subclass CoTrainer, override the step that you mean, and name your class in ``trainer``.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchspec import checkpoint
+from torchspec.collect import (
+    PromptStream,
+    Rollout,
+    Sample,
+    assign_advantages,
+    eval_seeds,
+    resolve_sampling,
+    sample_responses,
+    score_samples,
+    spec_metrics,
+    step_seeds,
+)
+from torchspec.config import Config
+from torchspec.data.environments import build_environment
+from torchspec.data.tokenizer import load_tokenizer
+from torchspec.draft.base import build_draft
+from torchspec.errors import Interrupted, RunError
+from torchspec.learner import Learner
+from torchspec.live import Live
+from torchspec.metrics import MetricsLog, cut_logs
+from torchspec.policy.hf import save_policy
+from torchspec.policy.titan import build_policy, set_num_threads
+from torchspec.report import write_report
+from torchspec.rollout.engine import RolloutInterrupted
+from torchspec.warm_start import token_counts, warm_start
+
+
+class StopFlag:
+    """Set by SIGINT and SIGTERM, looked at between pieces of work. A second signal exits at once."""
+
+    def __init__(self) -> None:
+        self.signal: str | None = None
+        self._previous: dict[int, Any] = {}
+
+    def __bool__(self) -> bool:
+        return self.signal is not None
+
+    def _handle(self, number: int, frame: Any) -> None:
+        if self.signal is not None:
+            os._exit(130)  # at once, wherever we are; what is on disk is complete
+        self.signal = signal.Signals(number).name
+        print(
+            f"{self.signal}: stopping at the next safe point and saving; once more exits at once.",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def __enter__(self) -> StopFlag:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+
+class CoTrainer:
+    """Trains ``config.policy`` and ``config.draft`` together and serves both, refitted, in vLLM.
+
+    Args:
+        config: a validated configuration.
+        output_dir: folder of the run (DESIGN section 10 names what lies in it).
+    """
+
+    def __init__(self, config: Config, output_dir: Path) -> None:
+        self.config = config
+        self.output_dir = Path(output_dir)
+        self.step = 0
+        self.skipped_in_a_row = 0
+        self.skipped_steps = 0
+        self.stop = StopFlag()
+
+    # ---- set-up -------------------------------------------------------------------------------------------------
+
+    def setup(self) -> None:
+        """Build everything but the engine."""
+        config = self.config
+        cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+        self.device = torch.device("cuda" if cuda else "cpu")
+        if config.train.num_threads:
+            set_num_threads(config.train.num_threads)
+        auto = torch.bfloat16 if cuda else torch.float32
+        self.compute_dtype = auto if config.train.compute_dtype == "auto" else getattr(torch, config.train.compute_dtype)
+        self.environment = build_environment(config.environment, seed=config.seed)
+        self.tokenizer = load_tokenizer(config.environment, config.policy.path)
+        self.sampling = resolve_sampling(config, config.rollout.sampling, self.tokenizer, config.policy.path)
+        room = config.rollout.max_model_len - self.sampling.max_tokens - config.rollout.num_speculative_tokens - 1
+        self.prompts = PromptStream(self.environment, self.tokenizer, config.environment.system_prompt, room)
+        self.policy = self.build_policy()
+        self.draft = self.build_draft() if config.draft.enabled else None
+        reference = copy.deepcopy(self.policy).requires_grad_(False) if config.rl.kl_coef else None
+        self.learner = Learner(config, self.policy, self.draft, reference, self.stop)
+
+    def build_policy(self) -> Any:
+        """The policy on the trainer's device; override to train a model of your own."""
+        return build_policy(
+            self.config.policy,
+            vocab_size=len(self.tokenizer),
+            seed=self.config.seed,
+            device=self.device,
+            dtype=torch.float32,
+            compute_dtype=self.compute_dtype,
+        )
+
+    def build_draft(self) -> Any:
+        """The draft: random with the policy's head, or from ``draft.path``."""
+        return build_draft(
+            self.config.draft,
+            self.policy.shape,
+            seed=self.config.seed,
+            device=self.device,
+            dtype=torch.float32,
+            compute_dtype=self.compute_dtype,
+        )
+
+    def build_engine(self) -> Any:
+        """vLLM on the exported folders."""
+        from torchspec.rollout.vllm import VllmEngine
+
+        return VllmEngine(
+            self.output_dir / "policy",
+            self.output_dir / "draft" if self.draft is not None else None,
+            self.config.rollout,
+            draft_method=self.draft.vllm_method if self.draft is not None else None,
+            seed=self.config.seed,
+            device=self.device.type,
+        )
+
+    # ---- the run ------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Train to ``train.steps``; on a signal save, say how to resume, and raise Interrupted."""
+        with self.stop:
+            self.setup()
+            self.live = Live(self.config)
+            with self.live:
+                if self.config.checkpoint.resume:
+                    self.restore(checkpoint.load_checkpoint(self.output_dir / "checkpoints"))
+                    cut_logs(self.output_dir, self.step)
+                else:
+                    self.start()
+                self.log = MetricsLog(self.output_dir, self.config)
+                self.export()
+                self.engine = self.build_engine()
+                try:
+                    self._loop()
+                finally:
+                    self.engine.close()
+                    self.log.close()
+            write_report(self.output_dir)
+
+    def start(self) -> None:
+        """From nothing to step 0: warm up, give the draft its head, save."""
+        cut_logs(self.output_dir, 0)
+        warm_start(self)
+        if self.draft is not None and not self.config.draft.path:
+            counts = token_counts(self)
+            self.draft.init_from_policy(self.policy.head_weight, self.policy.embed_weight, counts)
+        self.save()
+
+    def _loop(self) -> None:
+        config = self.config
+        self.refit()
+        try:
+            while self.step < config.train.steps:
+                self._stop_here()
+                self.train_step(self.step + 1)
+                self.step += 1
+                if config.checkpoint.every and self.step % config.checkpoint.every == 0:
+                    self.save()
+        except (RolloutInterrupted, Interrupted) as error:
+            self.save()
+            self.export()
+            raise Interrupted(
+                f"Stopped by {self.stop.signal} after step {self.step} of {config.train.steps}; its state is saved. "
+                "Resume with the same command and --checkpoint.resume."
+            ) from error
+        self.save()
+        self.export()
+
+    def _stop_here(self) -> None:
+        if self.stop:
+            raise Interrupted(f"stopped by {self.stop.signal}")
+
+    def train_step(self, step: int) -> None:
+        """One RL step: rollout, two models' updates, refit, log."""
+        started = time.perf_counter()
+        metrics: dict[str, float] = {}
+        if step == 1 or (self.config.eval.every and (step - 1) % self.config.eval.every == 0):
+            metrics |= self.evaluate()
+        cursor = self.prompts.cursor
+        try:
+            rollout = self.rollout(step)
+            self.engine_sleep()
+            metrics |= rollout.metrics()
+            metrics |= self.update(step, rollout)
+        except (RolloutInterrupted, Interrupted):
+            self.prompts.cursor = cursor  # the unfinished step is dropped whole
+            raise
+        metrics["time/refit"] = self.refit(step)
+        metrics["refit/version"] = self.engine.version()
+        if step == self.config.train.steps:
+            final = self.evaluate()
+            metrics |= final if step > 1 else {f"{name}_final": value for name, value in final.items()}
+        metrics["time/step"] = time.perf_counter() - started
+        metrics["memory/peak_bytes"] = self.peak_bytes()
+        self.record(step, metrics, rollout)
+
+    def rollout(self, step: int) -> Rollout:
+        """Sample ``prompts_per_step`` groups, score them, compare within each group."""
+        rl = self.config.rl
+        skipped = self.prompts.skipped
+        prompts = [self.prompts.next() for _ in range(rl.prompts_per_step)]
+        samples, stats, seconds = sample_responses(
+            self.engine,
+            self.tokenizer,
+            prompts,
+            step_seeds(self.config.seed, step, rl.prompts_per_step, rl.samples_per_prompt),
+            self.sampling,
+            deadline_s=self.config.rollout.deadline_s,
+            should_stop=lambda: bool(self.stop),
+            on_progress=lambda done, tokens: self.live.phase("rollout", done, rl.prompts_per_step * rl.samples_per_prompt),
+        )
+        started = time.perf_counter()
+        failed = self.score(samples)
+        live = assign_advantages(samples, rl)
+        return Rollout(
+            samples=samples,
+            stats=stats,
+            rollout_s=seconds,
+            score_s=time.perf_counter() - started,
+            failed_scores=failed,
+            live_groups=live,
+            num_groups=rl.prompts_per_step,
+            skipped_prompts=self.prompts.skipped - skipped,
+        )
+
+    def score(self, samples: list[Sample]) -> int:
+        """Reward every sample; returns how many scorer calls failed."""
+        environment = self.config.environment
+        return score_samples(self.environment, samples, environment.scorer_timeout_s, environment.max_failed_share)
+
+    def update(self, step: int, rollout: Rollout) -> dict[str, float]:
+        """The optimizer steps of both models on one rollout."""
+        result = self.learner.update(rollout.samples, step, on_progress=lambda d, n: self.live.phase("train", d, n))
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
+        self.skipped_steps += int(result.skipped)
+        if self.skipped_in_a_row > self.config.train.max_skipped_steps:
+            raise RunError(
+                f"{self.skipped_in_a_row} steps in a row gave NaN or Inf in a loss or gradient (train.max_skipped_steps = "
+                f"{self.config.train.max_skipped_steps}). The last finite weights are in the checkpoints; try a lower "
+                "policy.optimizer.lr or draft.optimizer.lr."
+            )
+        return result.metrics | {"skipped/steps": self.skipped_steps}
+
+    # ---- the engine ---------------------------------------------------------------------------------------------
+
+    def engine_sleep(self) -> None:
+        """Give the engine's memory to the trainer, where the config says so."""
+        if self.config.rollout.sleep:
+            self.engine.sleep()
+
+    def refit(self, version: int | None = None) -> float:
+        """Send both models to the engine; returns the seconds it took."""
+        started = time.perf_counter()
+        if self.config.rollout.sleep:
+            self.engine.wake()
+        self.engine.refit(
+            self.policy.hf_weights(),
+            self.draft.hf_weights() if self.draft is not None else None,
+            self.step if version is None else version,
+        )
+        return time.perf_counter() - started
+
+    def evaluate(self) -> dict[str, float]:
+        """Reward and acceptance on held-out items, the same items and seeds each time."""
+        started = time.perf_counter()
+        config = self.config
+        count = min(config.eval.items, config.environment.eval_items)
+        if not count:
+            return {}
+        prompts = [self.prompts.encode(i, "eval") for i in range(count)]
+        samples, stats, _ = sample_responses(
+            self.engine,
+            self.tokenizer,
+            prompts,
+            eval_seeds(config.seed, count),
+            resolve_sampling(config, config.eval.sampling, self.tokenizer, config.policy.path),
+            deadline_s=config.rollout.deadline_s,
+            should_stop=lambda: bool(self.stop),
+            on_progress=lambda done, tokens: self.live.phase("eval", done, count),
+        )
+        self.score(samples)
+        result = {"eval/reward": sum(s.reward for s in samples) / count}
+        if stats.drafts:
+            result["eval/accept_len"] = spec_metrics(stats)["spec/accept_len"]
+            result["eval/accept_rate"] = spec_metrics(stats)["spec/accept_rate"]
+        return result | {"time/eval": time.perf_counter() - started}
+
+    # ---- what is written ----------------------------------------------------------------------------------------
+
+    def record(self, step: int, metrics: dict[str, float], rollout: Rollout) -> None:
+        """Metrics, samples, and the live table."""
+        limit = self.config.metrics
+        rows = [_sample_row(s) for s in rollout.samples[: limit.samples_per_step]]
+        self.log.log(step, metrics)
+        self.log.samples(step, rows)
+        self.live.step(step, metrics)
+        for row in rows[: limit.print_samples]:
+            self.live.sample(f"reward {row['reward']:.2f} | {row['prompt']!r} -> {row['response']!r}")
+
+    def peak_bytes(self) -> int:
+        """Peak memory of this process so far: the GPU's where there is one, else resident."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def export(self, dtype: torch.dtype = torch.float32) -> None:
+        """Write ``policy/`` and ``draft/`` as Hugging Face folders."""
+        save_policy(self.policy, self.output_dir / "policy", tokenizer=self.tokenizer, dtype=dtype)
+        if self.draft is not None:
+            self.draft.save(self.output_dir / "draft", dtype=dtype)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a resumed run needs to go on bit-equal."""
+        return {
+            "step": self.step,
+            "cursor": self.prompts.cursor,
+            "skipped_prompts": self.prompts.skipped,
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "skipped_steps": self.skipped_steps,
+            "learner": self.learner.state_dict(),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take back what ``state_dict`` gave."""
+        self.step = state["step"]
+        self.prompts.cursor = state["cursor"]
+        self.prompts.skipped = state["skipped_prompts"]
+        self.skipped_in_a_row = state["skipped_in_a_row"]
+        self.skipped_steps = state["skipped_steps"]
+        self.learner.load_state_dict(state["learner"])
+
+    def save(self) -> None:
+        """A complete checkpoint of the current step."""
+        checkpoint.save_checkpoint(
+            self.output_dir / "checkpoints", self.step, self.state_dict(), self.config.checkpoint.keep
+        )
+
+
+def _sample_row(sample: Sample) -> dict[str, Any]:
+    """One line of ``samples.jsonl``."""
+    completion, prompt = sample.completion, sample.prompt.item.prompt
+    return {
+        "prompt": prompt,
+        "response": sample.text,
+        "answer": sample.prompt.item.answer,
+        "reward": sample.reward,
+        "components": sample.components,
+        "advantage": sample.advantage,
+        "finish_reason": completion.finish_reason,
+        "seed": sample.request.seed,
+        "drafts": completion.num_drafts,
+        "accepted": completion.num_accepted,
+    }
