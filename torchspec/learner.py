@@ -295,7 +295,7 @@ class Learner:
                 "draft/grad_norm": norms[-1].item(),
                 "draft/lr": self.draft_optimizer.lr,
             }
-        losses = [sums["loss"]] * live + [draft_sums["loss"]] * bool(draft_sums)
+        losses = [each["loss"] for each in (sums, draft_sums) if each]
         finite = all(torch.isfinite(x).item() for x in [*norms, *losses])
         if not finite:
             self.zero_grad()

@@ -99,8 +99,7 @@ class CoTrainer:
         config = self.config
         cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
         self.device = torch.device("cuda" if cuda else "cpu")
-        if config.train.num_threads:
-            set_num_threads(config.train.num_threads)
+        set_num_threads(config.train.num_threads or len(os.sched_getaffinity(0)))
         auto = torch.bfloat16 if cuda else torch.float32
         self.compute_dtype = auto if config.train.compute_dtype == "auto" else getattr(torch, config.train.compute_dtype)
         self.environment = build_environment(config.environment, seed=config.seed)
