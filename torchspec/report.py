@@ -120,6 +120,8 @@ class Plot:
         axes.set_axisbelow(True)
         axes.margins(x=0.02)
         axes.xaxis.get_major_locator().set_params(integer=True)
+        if axes.get_yscale() == "linear":
+            axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")  # no "1e-7" above the axis
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
         for side in ("left", "bottom"):
@@ -216,8 +218,12 @@ def plot_gap(rows: Rows) -> str:
 def plot_entropy(rows: Rows) -> str:
     plot = Plot(rows, "Policy", "nats, shares")
     plot.line("policy/entropy", "entropy", POLICY, smooth=True)
-    plot.line("policy/kl", "KL to the start", OTHER)
-    plot.line("policy/clip_fraction", "clipped share", DRAFT)
+    for name, label, colour in (
+        ("policy/kl", "KL to the start", OTHER),
+        ("policy/clip_fraction", "clipped share", DRAFT),
+    ):
+        if any(plot.series(name)[1]):  # zero throughout: not in use
+            plot.line(name, label, colour)
     return plot.finish()
 
 
@@ -378,7 +384,7 @@ def sample_table(samples: Rows) -> str:
         ("reward", "reward"),
         ("advantage", "advantage"),
         ("finish_reason", "finished"),
-        ("accepted", "accepted"),
+        ("accepted", "accept length"),
     ]
     columns = [(key, label) for key, label in columns if any(row.get(key) is not None for row in chosen)]
     head = "".join(f"<th>{label}</th>" for _, label in columns)
