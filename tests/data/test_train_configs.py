@@ -46,3 +46,7 @@ def test_counting_has_a_slope(monkeypatch):
     assert sum(environment.score(item, f"Here: {item.answer}").values()) == pytest.approx(0.8)
     running_on = item.answer + "".join(f", {numbers[-1] + i}" for i in range(10))
     assert sum(environment.score(item, running_on).values()) == pytest.approx(0.4 + 0.2)
+    one_missing = ", ".join(str(n) for n in numbers[:4] + numbers[5:])
+    assert sum(environment.score(item, one_missing).values()) == pytest.approx(0.72 + 0.2)
+    out_of_order = ", ".join(str(n) for n in numbers[::-1])
+    assert sum(environment.score(item, out_of_order).values()) == pytest.approx(0.08 + 0.2)

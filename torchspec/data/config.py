@@ -15,11 +15,11 @@ class EnvironmentConfig:
     args: dict[str, Any] = field(default_factory=dict)
     """Settings of the task: keyword arguments of the reasoning-gym dataset or of your class."""
     questions_per_prompt: int = 1
-    """For reasoning_gym: questions put together in one prompt. They are answered one a line; the score is the mean."""
+    """For reasoning_gym: questions in one prompt, answered one a line; the score is their mean."""
     path: str = ""
     """File for name = jsonl: one object a line with prompt (text or messages), answer, and free columns."""
     scorer: str = "exact"
-    """For jsonl: exact, contains, numeric, or 'module:function' called as score(prompt, response, answer, row)."""
+    """For jsonl: exact, contains, numeric, or a 'module:function' score(prompt, response, answer, row)."""
     system_prompt: str = ""
     """System message put before each prompt by the chat template; empty for none."""
     tokenizer: str = ""
@@ -29,4 +29,5 @@ class EnvironmentConfig:
     scorer_timeout_s: float = 10.0
     """Longest time of one scorer call."""
     max_failed_share: float = 0.2
-    """The run fails when more than this share of a step's scorer calls raised or overran; fewer score 0 and are counted."""
+    """The run fails when more than this share of a step's scorer calls raised or overran; fewer score 0 and
+    are counted."""

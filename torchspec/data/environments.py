@@ -1,7 +1,8 @@
 """Environments: where prompts come from, and what judges the responses.
 
-An environment answers two questions: which item is number ``index`` of a split, and what is a response to it worth. Items
-follow from (seed, split, index) alone, so the cursor of a run is one integer and a resumed run sees the same prompts.
+An environment answers two questions: which item is number ``index`` of a split, and what is a response to it
+worth. Items follow from (seed, split, index) alone, so the cursor of a run is one integer and a resumed run
+sees the same prompts.
 
     Environment            the base class: ``make`` (or ``draw``) and ``score`` are yours
     data/reasoning_gym.py  tasks of the reasoning-gym package
@@ -35,7 +36,13 @@ from torchspec.data.scoring import ScoreBatch, ScorerFailure, score_all
 from torchspec.errors import ConfigError
 
 __all__ = [
-    "Environment", "Item", "ScoreBatch", "ScorerFailure", "build_environment", "score_all", "stable_seed",
+    "Environment",
+    "Item",
+    "ScoreBatch",
+    "ScorerFailure",
+    "build_environment",
+    "score_all",
+    "stable_seed",
 ]
 
 # How often a prompt that the other split holds is drawn again before the task is called too small.
@@ -47,7 +54,7 @@ class Item:
     """One prompt.
 
     Attributes:
-        prompt: text (it becomes one user message) or a list of messages, each ``{"role": ..., "content": ...}``.
+        prompt: text (it becomes one user message) or a list of messages, ``{"role": ..., "content": ...}``.
         answer: the reference response as text, which a warm start teaches; None where the task has none.
         row: what the scorer wants to know besides, free of form.
     """
@@ -76,18 +83,18 @@ class Environment:
         raise NotImplementedError(f"{type(self).__name__} must define make(rng) or draw(stream, index).")
 
     def draw(self, stream: str, index: int) -> Item:
-        """Item ``index`` of an endless stream, the same at every call; streams of other names are independent."""
+        """Item ``index`` of an endless stream, the same at every call; other streams are independent."""
         return self.make(random.Random(stable_seed(self.seed, stream, index)))
 
     def score(self, item: Item, response: str) -> float | dict[str, float]:
         """Worth of the response text.
 
-        A dict gives components, logged as ``reward/<name>``. The reward is its entry "reward" where there is one (which
-        is then not a component), else the sum of the components.
+        A dict gives components, logged as ``reward/<name>``. The reward is its entry "reward" where there is
+        one (which is then not a component), else the sum of the components.
         """
         raise NotImplementedError(f"{type(self).__name__} must define score(item, response).")
 
-    # ---- the two splits, made of the streams ------------------------------------------------------------------------
+    # ---- the two splits, made of the streams ----
 
     def bind(self, seed: int, num_eval: int) -> None:
         """Fix the seed of the run and the number of held-out items. ``build_environment`` calls it once."""
@@ -107,7 +114,9 @@ class Environment:
         if split == "eval":
             held_out = self._held_out()
             if not 0 <= index < len(held_out):
-                raise IndexError(f"eval item {index} was asked for, but environment.eval_items = {len(held_out)}.")
+                raise IndexError(
+                    f"eval item {index} was asked for, but environment.eval_items = {len(held_out)}."
+                )
             return held_out[index]
         if split != "train":
             raise ValueError(f"split '{split}' is unknown; there are 'train' and 'eval'.")
@@ -117,8 +126,9 @@ class Environment:
             if item.key() not in taken:
                 return item
         raise ConfigError(
-            f"{REDRAWS} draws for training item {index} all gave prompts of the held-out split: the task has too few "
-            f"different prompts. Lower environment.eval_items (now {self.num_eval}) or widen environment.args."
+            f"{REDRAWS} draws for training item {index} all gave prompts of the held-out split: the task has "
+            f"too few different prompts. Lower environment.eval_items (now {self.num_eval}) or widen "
+            "environment.args."
         )
 
     def _held_out(self) -> list[Item]:
@@ -133,7 +143,8 @@ class Environment:
             if len(found) < self.num_eval:
                 raise ConfigError(
                     f"environment.eval_items = {self.num_eval} different held-out prompts are wanted, but "
-                    f"{REDRAWS * self.num_eval} draws gave only {len(found)}; lower it or widen environment.args."
+                    f"{REDRAWS * self.num_eval} draws gave only {len(found)}; lower it or widen "
+                    "environment.args."
                 )
             self._eval_items, self._eval_keys = list(found.values()), frozenset(found)
         return self._eval_items
@@ -161,7 +172,9 @@ def build_environment(config: EnvironmentConfig, seed: int) -> Environment:
         from torchspec.data.jsonl import JsonlEnvironment
 
         if config.args:
-            raise ConfigError(f"environment.args = {config.args} has no meaning with environment.name = 'jsonl'.")
+            raise ConfigError(
+                f"environment.args = {config.args} has no meaning with environment.name = 'jsonl'."
+            )
         environment = JsonlEnvironment(config.path, config.scorer)
     else:
         environment = _load_class(config)
@@ -183,8 +196,8 @@ def _load_class(config: EnvironmentConfig) -> Environment:
 
     if ":" not in config.name:
         raise ConfigError(
-            f"environment.name = '{config.name}' is unknown. It is 'reasoning_gym:TASK', 'jsonl', 'module:Class' or "
-            "'path/to/file.py:Class'."
+            f"environment.name = '{config.name}' is unknown. It is 'reasoning_gym:TASK', 'jsonl', "
+            "'module:Class' or 'path/to/file.py:Class'."
         )
     cls = load_object(config.name)
     if not (isinstance(cls, type) and issubclass(cls, Environment)):
@@ -202,4 +215,6 @@ def _check_limits(config: EnvironmentConfig) -> None:
     if not config.scorer_timeout_s > 0:
         raise ConfigError(f"environment.scorer_timeout_s = {config.scorer_timeout_s} must be above 0.")
     if not 0 <= config.max_failed_share <= 1:
-        raise ConfigError(f"environment.max_failed_share = {config.max_failed_share} must lie between 0 and 1.")
+        raise ConfigError(
+            f"environment.max_failed_share = {config.max_failed_share} must lie between 0 and 1."
+        )

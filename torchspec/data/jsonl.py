@@ -1,7 +1,9 @@
-"""A JSONL file as an environment: one object a line with ``prompt`` (text or messages), ``answer``, and free columns.
+"""A JSONL file as an environment.
 
-The held-out items are the first of a seeded shuffle of the different prompts; training goes through the rest, reshuffled
-every epoch, without end. A prompt that occurs twice is held out twice or not at all.
+One object a line: ``prompt`` (text or messages), ``answer``, and free columns.
+
+The held-out items are the first of a seeded shuffle of the different prompts; training goes through the rest,
+reshuffled every epoch, without end. A prompt that occurs twice is held out twice or not at all.
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ class JsonlEnvironment(Environment):
 
     Args:
         path: the file, UTF-8; blank lines are passed over.
-        scorer: exact, contains, numeric, "module:function" or "path/to/file.py:function" (see data/scorers.py). With a
-            function of your own the column ``answer`` may be missing; it then gets None.
+        scorer: exact, contains, numeric, "module:function" or "path/to/file.py:function" (see
+            data/scorers.py). With a function of your own the column ``answer`` may be missing; it then gets
+            None.
 
     Raises:
         ConfigError: no such file, an empty one, a bad line (named by its number), an unknown scorer.
@@ -41,8 +44,9 @@ class JsonlEnvironment(Environment):
         different = sorted({item.key() for item in self.items})
         if num_eval >= len(different):
             raise ConfigError(
-                f"{self.path} holds {len(different)} different prompts, and environment.eval_items = {num_eval} of them "
-                "are to be held out, which leaves nothing to train on; lower it or give more prompts."
+                f"{self.path} holds {len(different)} different prompts, and environment.eval_items = "
+                f"{num_eval} of them are to be held out, which leaves nothing to train on; lower it or give "
+                "more prompts."
             )
         random.Random(stable_seed(seed, "jsonl held out")).shuffle(different)
         held_out = different[:num_eval]
@@ -72,13 +76,15 @@ def read_items(path: str, scorer: str) -> list[Item]:
     try:
         data = file.read_bytes()
     except OSError as error:
-        raise ConfigError(f"environment.path = '{path}' cannot be read: {error.strerror or error}.") from error
+        raise ConfigError(
+            f"environment.path = '{path}' cannot be read: {error.strerror or error}."
+        ) from error
     items = []
     for number, line in enumerate(data.split(b"\n"), start=1):
         if line.strip():
             try:
                 items.append(_item(json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8")), scorer))
-            except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
+            except (ValueError, RecursionError) as error:  # ValueError: bad JSON, bad UTF-8, a bad row
                 raise ConfigError(f"{path}, line {number}: {error}.") from error
     if not items:
         raise ConfigError(f"{path} holds no prompt: the file is empty.")
@@ -110,12 +116,16 @@ def _check_prompt(prompt: Any) -> None:
         if not isinstance(message, dict) or not isinstance(message.get("content"), str):
             raise ValueError("every message of the prompt needs 'role' and a text 'content'")
         if message.get("role") not in ROLES:
-            raise ValueError(f"a message's role is {message.get('role')!r}; it must be one of {', '.join(ROLES)}")
+            raise ValueError(
+                f"a message's role is {message.get('role')!r}; it must be one of {', '.join(ROLES)}"
+            )
 
 
 def _check_answer(row: dict[str, Any], scorer: str) -> None:
     if "answer" not in row:
-        raise ValueError(f"the column 'answer' is missing, and scorer '{scorer}' needs it; the line has {sorted(row)}")
+        raise ValueError(
+            f"the column 'answer' is missing, and scorer '{scorer}' needs it; the line has {sorted(row)}"
+        )
     answer = row["answer"]
     if scorer == "numeric":
         try:

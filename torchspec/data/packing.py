@@ -1,4 +1,4 @@
-"""Packing: sequences of different lengths into microbatches of bounded size, and the tensors of one microbatch.
+"""Packing: sequences into microbatches of bounded size, and the tensors of one microbatch.
 
 Legend: T rows of a microbatch (of this rank, under context parallelism), S sequences in it.
 
@@ -12,8 +12,8 @@ Alignment, for a document "p p r r e" (two prompt tokens, a response of three wi
     advantage_T     0    A    A    A    0      of the token that row t predicts
     engine_logp_T   0   l0   l1   l2    0      log-probability that the engine gave to x[t+1]
 
-Losses of the policy live on rows (targets, mask, advantage, engine_logp); ``response_T`` is what the draft's anchors are
-made of. Nothing crosses a document, and padding rows are 0 everywhere.
+Losses of the policy live on rows (targets, mask, advantage, engine_logp); ``response_T`` is what the draft's
+anchors are made of. Nothing crosses a document, and padding rows are 0 everywhere.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Sequence:
         response_ids: sampled tokens, the end token included where it was sampled; may be empty.
         engine_logprobs: the engine's log-probability of each response token; None counts as 0 for all.
         advantage: of the whole response.
-        trained: False leaves the sequence out of ``mask_T`` (the policy's loss), not out of ``response_T`` (the draft's).
+        trained: False leaves the sequence out of ``mask_T`` (the policy's loss), not out of ``response_T``
+            (the draft's).
     """
 
     prompt_ids: list[int]
@@ -64,7 +65,8 @@ class PackedBatch:
         response_T: bool, per TOKEN: it is a response token (of any sequence).
         advantage_T: float32, per row; 0 outside ``mask_T``.
         engine_logp_T: float32, per row; 0 where the row predicts no response token.
-        seq_ids_T: int64, position of the row's sequence in the list that was packed; padding rows have their document's.
+        seq_ids_T: int64, position of the row's sequence in the list that was packed; padding rows have their
+            document's.
         num_sequences: S.
         num_trained: rows of ``mask_T``, counted over all context-parallel ranks.
     """
@@ -101,19 +103,21 @@ def pack(
 ) -> list[list[int]]:
     """Split sequences into microbatches of at most ``tokens_per_microbatch`` tokens and near-equal cost.
 
-    The cost of a sequence of n tokens is n + n^2 / (12 hidden_size): a decoder layer spends about 24 E^2 operations on a
-    token's matrix products and 2 E n on its causal attention. The number of microbatches is the smallest that first-fit
-    finds, rounded up to a multiple of ``num_ranks``; sequences then go, costliest first, where the cost is least.
+    The cost of a sequence of n tokens is n + n^2 / (12 hidden_size): a decoder layer spends about 24 E^2
+    operations on a token's matrix products and 2 E n on its causal attention. The number of microbatches is
+    the smallest that first-fit finds, rounded up to a multiple of ``num_ranks``; sequences then go, costliest
+    first, where the cost is least.
 
     Args:
         lengths: tokens of each sequence, at least 1 each.
-        num_ranks: data-parallel ranks. Microbatch i belongs to rank i % num_ranks; every rank gets equally many, and those
-            that run at the same time are neighbours in cost. With fewer sequences than ranks the last ones are empty.
+        num_ranks: data-parallel ranks. Microbatch i belongs to rank i % num_ranks; every rank gets equally
+            many, and those that run at the same time are neighbours in cost. With fewer sequences than ranks
+            the last ones are empty.
         pad_multiple: every document occupies a multiple of this many rows (2C under context parallelism).
 
     Returns:
-        For each microbatch the positions in ``lengths`` that it holds, ascending; costliest microbatch first. Depends on the
-        arguments alone. Empty for no sequences.
+        For each microbatch the positions in ``lengths`` that it holds, ascending; costliest microbatch first.
+        Depends on the arguments alone. Empty for no sequences.
 
     Raises:
         ConfigError: a sequence alone does not fit.
@@ -127,8 +131,8 @@ def pack(
         if rows[i] > tokens_per_microbatch:
             padded = f" ({rows[i]} rows when padded to a multiple of {pad_multiple})" if rows[i] != n else ""
             raise ConfigError(
-                f"a sequence of {n} tokens{padded} does not fit train.tokens_per_microbatch = {tokens_per_microbatch}; "
-                "raise it, or lower rollout.max_model_len."
+                f"a sequence of {n} tokens{padded} does not fit train.tokens_per_microbatch = "
+                f"{tokens_per_microbatch}; raise it, or lower rollout.max_model_len."
             )
     if not lengths:
         return []
@@ -137,7 +141,9 @@ def pack(
     least = _first_fit(rows, order, tokens_per_microbatch)
     count = -(-least // num_ranks) * num_ranks
     while (bins := _balance(rows, costs, order, count, tokens_per_microbatch)) is None:
-        count += num_ranks  # balanced filling may need more room than the tightest one; one bin each always does
+        count += (
+            num_ranks  # balanced filling may need more room than the tightest one; one bin each always does
+        )
     bins.sort(key=lambda b: (-b.cost, b.number))
     return [sorted(b.members) for b in bins]
 
@@ -155,8 +161,11 @@ def _first_fit(rows: list[int], order: list[int], capacity: int) -> int:
     return len(room)
 
 
-def _balance(rows: list[int], costs: list[float], order: list[int], count: int, capacity: int) -> list[_Bin] | None:
-    """Each sequence, costliest first, into the cheapest of ``count`` bins that has room; None when none has."""
+def _balance(
+    rows: list[int], costs: list[float], order: list[int], count: int, capacity: int
+) -> list[_Bin] | None:
+    """Each sequence, costliest first, into the cheapest of ``count`` bins that has room; None when none
+    has."""
     bins = [_Bin(number) for number in range(count)]
     for i in order:
         open_bins = [b for b in bins if b.tokens + rows[i] <= capacity]
@@ -176,10 +185,12 @@ def build_batch(
     cp_size: int = 1,
     cp_rank: int = 0,
 ) -> PackedBatch:
-    """The tensors of one microbatch. Shifts are made here, before the rows are dealt out to context-parallel ranks.
+    """The tensors of one microbatch. Shifts are made here, before the rows are dealt out to context-parallel
+    ranks.
 
     Raises:
-        RunError: no sequence, an empty prompt, or another number of log-probabilities than of response tokens.
+        RunError: no sequence, an empty prompt, or another number of log-probabilities than of response
+            tokens.
     """
     import torch
 
@@ -199,7 +210,7 @@ def build_batch(
         ids = torch.tensor([*sequence.prompt_ids, *sequence.response_ids], dtype=torch.int64)
         first, end = start + len(sequence.prompt_ids), start + len(sequence)
         ints["tokens"][start:end] = ids
-        ints["targets"][start:end - 1] = ids[1:]
+        ints["targets"][start : end - 1] = ids[1:]
         bools["response"][first:end] = True
         predicting = slice(first - 1, end - 1)  # the rows before the response tokens
         if sequence.engine_logprobs is not None:
@@ -221,9 +232,11 @@ def build_batch(
 
 def _check(i: int, sequence: Sequence) -> None:
     if not sequence.prompt_ids:
-        raise RunError(f"sequence {i} has an empty prompt; its first response token would have no row that predicts it.")
+        raise RunError(
+            f"sequence {i} has an empty prompt; its first response token would have no row that predicts it."
+        )
     if sequence.engine_logprobs is not None and len(sequence.engine_logprobs) != len(sequence.response_ids):
         raise RunError(
-            f"sequence {i} has {len(sequence.response_ids)} response tokens but {len(sequence.engine_logprobs)} "
-            "log-probabilities of the engine."
+            f"sequence {i} has {len(sequence.response_ids)} response tokens but "
+            f"{len(sequence.engine_logprobs)} log-probabilities of the engine."
         )

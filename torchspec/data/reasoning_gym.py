@@ -1,8 +1,8 @@
 """Tasks of the reasoning-gym package (0.1.25), with their own scorers.
 
-reasoning-gym generates item i of a data set from (its seed + i), and some of its tasks make all items of a data set at
-construction. So a stream is cut into chunks of ``CHUNK`` items, each chunk a small data set with a seed of its own; that
-makes every task endless, and any item can be had without those before it.
+reasoning-gym generates item i of a data set from (its seed + i), and some of its tasks make all items of a
+data set at construction. So a stream is cut into chunks of ``CHUNK`` items, each chunk a small data set with
+a seed of its own; that makes every task endless, and any item can be had without those before it.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ class ReasoningGym(Environment):
 
     Args:
         task: its name, such as "spell_backward".
-        args: settings of the task, the fields of its configuration without ``seed`` and ``size``. A field of an Enum type
-            takes the Enum's value (``transformation = "lowercase"``).
-        questions: questions in one prompt, one a line. The answers are then expected one a line too, in the same order,
-            and the score is the mean of reasoning-gym's scores of the lines; a missing line scores 0, and with more lines
-            than questions the mean is over the lines. Makes long responses out of tasks with short prompts.
+        args: settings of the task, the fields of its configuration without ``seed`` and ``size``. A field of
+            an Enum type takes the Enum's value (``transformation = "lowercase"``).
+        questions: questions in one prompt, one a line. The answers are then expected one a line too, in the
+            same order, and the score is the mean of reasoning-gym's scores of the lines; a missing line
+            scores 0, and with more lines than questions the mean is over the lines. Makes long responses out
+            of tasks with short prompts.
 
     Raises:
         ConfigError: unknown task or setting, or one that the task refuses.
@@ -91,7 +92,7 @@ class ReasoningGym(Environment):
         with _global_generators(seed + offset):
             try:
                 return self._dataset(seed, stream, chunk)[offset]
-            except Exception as error:  # the tasks check their settings by assert, or fail on them in their own ways
+            except Exception as error:  # the tasks check their settings by assert, or just fail on them
                 raise ConfigError(
                     f"reasoning-gym refuses environment.args = {self.args} for '{self.task}': "
                     f"{type(error).__name__}: {error}."
@@ -111,8 +112,10 @@ class ReasoningGym(Environment):
 
 
 def final_answer(response: str) -> str:
-    """What stands between the last ``<answer>`` and the ``</answer>`` after it, where the response has such a pair (ask for
-    it in ``environment.system_prompt`` when the policy should think first), else all of it; white space around it goes."""
+    """What stands between the last ``<answer>`` and its ``</answer>``, else the whole response; stripped.
+
+    ``environment.system_prompt`` can ask for these tags when the policy should think first.
+    """
     _, opened, rest = response.rpartition("<answer>")
     inside, closed, _ = rest.partition("</answer>")
     return (inside if opened and closed else response).strip()
@@ -126,13 +129,16 @@ def _checked_args(task: str, config_class: type, args: dict[str, Any]) -> dict[s
     for name, value in args.items():
         if name in ("seed", "size"):
             raise ConfigError(
-                f"environment.args.{name} cannot be set: items follow from the run's seed, and the stream is endless."
+                f"environment.args.{name} cannot be set: items follow from the run's seed, and the stream is "
+                "endless."
             )
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"Did you mean '{near[0]}'?" if near else ""
             settings = ", ".join(n for n in known if n not in ("seed", "size"))
-            raise ConfigError(f"environment.args.{name}: '{task}' has no such setting. {hint} It has: {settings}.")
+            raise ConfigError(
+                f"environment.args.{name}: '{task}' has no such setting. {hint} It has: {settings}."
+            )
         kind = hints.get(name)
         if isinstance(kind, type) and issubclass(kind, enum.Enum) and not isinstance(value, kind):
             values = [member.value for member in kind]
@@ -145,7 +151,7 @@ def _checked_args(task: str, config_class: type, args: dict[str, Any]) -> dict[s
 
 @contextlib.contextmanager
 def _global_generators(seed: int) -> Iterator[None]:
-    """Seed Python's and numpy's global generators for a moment: a few tasks draw from them, and they are not ours."""
+    """Seed Python's and numpy's global generators for a moment: a few tasks draw from them."""
     import numpy
 
     python_state, numpy_state = random.getstate(), numpy.random.get_state()

@@ -1,4 +1,4 @@
-"""Scorers for JSONL environments, called as ``score(prompt, response, answer, row) -> float | dict[str, float]``."""
+"""Scorers for JSONL environments: ``score(prompt, response, answer, row) -> float | dict[str, float]``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def contains(prompt: Any, response: str, answer: Any, row: dict[str, Any]) -> fl
 
 
 def numeric(prompt: Any, response: str, answer: Any, row: dict[str, Any]) -> float:
-    """1 where the last number in the response equals the answer, to a relative 1e-6 (1,234.50 is read as 1234.5)."""
+    """1 where the last number in the response equals the answer, to a relative 1e-6; 1,234.5 is 1234.5."""
     found = numbers_in(response)
     if not found:
         return 0.0
@@ -34,7 +34,7 @@ def numeric(prompt: Any, response: str, answer: Any, row: dict[str, Any]) -> flo
 
 
 def numbers_in(text: str) -> list[float]:
-    """Every decimal number in the text, in order. A minus sign counts where no letter, digit or ``)`` is before it."""
+    """Every decimal number in the text. A minus sign counts where no letter, digit or ``)`` is before it."""
     found = []
     for match in _NUMBER.finditer(text):
         token = match.group()

@@ -1,18 +1,19 @@
 """Calling scorers: a time limit for each call, failures counted, and fatal when they are many.
 
 The limit really ends a scorer that loops for ever:
-- in the main thread a timer signal (ITIMER_REAL, SIGALRM) raises inside the call, again every second in case the scorer
-  swallows the exception. The handler and the timer that stood before are put back.
-- in any other thread, where Python runs no signal handlers, the call runs in a helper thread; when it overruns, an
-  exception is raised inside that thread between two of its bytecodes, and it is left behind (a daemon) if that too is
-  swallowed.
-Neither can end a single call into C code that never comes back to the interpreter and holds its lock (a huge integer
-power, say); a scorer that may do that should run its work in a process of its own.
+- in the main thread a timer signal (ITIMER_REAL, SIGALRM) raises inside the call, again every second in case
+  the scorer swallows the exception. The handler and the timer that stood before are put back.
+- in any other thread, where Python runs no signal handlers, the call runs in a helper thread; when it
+  overruns, an exception is raised inside that thread between two of its bytecodes, and it is left behind (a
+  daemon) if that too is swallowed.
+Neither can end a single call into C code that never comes back to the interpreter and holds its lock (a huge
+integer power, say); a scorer that may do that should run its work in a process of its own.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import signal
 import threading
@@ -35,7 +36,7 @@ class ScorerFailure(RunError):
 
 
 class _Overrun(BaseException):
-    """Raised inside a scorer whose time is over. Not an Exception, so that ``except Exception`` lets it pass."""
+    """Raised inside a scorer whose time is over. No Exception, so ``except Exception`` lets it pass."""
 
 
 @dataclass
@@ -65,12 +66,15 @@ def score_all(
     """Score (item, response text) pairs one after another.
 
     Raises:
-        ScorerFailure: more than ``max_failed_share`` of the calls failed; the message carries the first error.
+        ScorerFailure: more than ``max_failed_share`` of the calls failed; the message carries the first
+            error.
     """
     batch = ScoreBatch()
     for item, response in pairs:
         try:
-            reward, components = read_score(call_with_timeout(lambda: environment.score(item, response), timeout_s))
+            reward, components = read_score(
+                call_with_timeout(functools.partial(environment.score, item, response), timeout_s)
+            )
         except Exception as error:  # whatever a scorer raises is counted, and fatal below when it is frequent
             batch.failed += 1
             if batch.first_error is None:
@@ -90,7 +94,8 @@ def score_all(
 def read_score(value: Any) -> tuple[float, dict[str, float]]:
     """A scorer's return value as (reward, components): a number, or a dict of numbers.
 
-    The reward of a dict is its entry "reward" if it has one (not a component then), else the sum of its entries.
+    The reward of a dict is its entry "reward" if it has one (not a component then), else the sum of its
+    entries.
 
     Raises:
         TypeError, ValueError: the value is neither, a number is not finite, or the dict is empty.
@@ -108,7 +113,9 @@ def read_score(value: Any) -> tuple[float, dict[str, float]]:
 def _number(value: Any, what: str) -> float:
     # numpy's and torch's scalars are no numbers.Real, all of them, but say what they are by __float__.
     if not isinstance(value, Real) and not hasattr(value, "__float__"):
-        raise TypeError(f"{what} is {value!r}, a {type(value).__name__}; a number or a dict of numbers is needed")
+        raise TypeError(
+            f"{what} is {value!r}, a {type(value).__name__}; a number or a dict of numbers is needed"
+        )
     number = float(value)
     if not math.isfinite(number):
         raise ValueError(f"{what} is {number}, which is not finite")
@@ -152,7 +159,9 @@ def _call_with_alarm(function: Callable[[], Any], timeout_s: float) -> Any:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, old_handler)
         if old_left:  # a test runner's watchdog, say: it goes on as if nothing had been
-            signal.setitimer(signal.ITIMER_REAL, max(1e-3, old_left - (time.monotonic() - started)), old_interval)
+            signal.setitimer(
+                signal.ITIMER_REAL, max(1e-3, old_left - (time.monotonic() - started)), old_interval
+            )
     if fired:
         raise TimeoutError(_overran(timeout_s))
     return result

@@ -20,7 +20,8 @@ ROLES = ("system", "user", "assistant")
 ROLE_TOKENS = tuple(f"<|{role}|>" for role in ROLES)
 ALPHABET = "\n" + "".join(chr(code) for code in range(32, 127))
 
-# <|bos|><|user|>question<|assistant|>answer<|eos|>: one token a role, so that prompts of a tiny policy stay short.
+# <|bos|><|user|>question<|assistant|>answer<|eos|>: one token a role, so that prompts of a tiny policy stay
+# short.
 CHAR_TEMPLATE = (
     "{{ bos_token }}"
     "{% for message in messages %}"
@@ -47,12 +48,14 @@ def load_tokenizer(config: EnvironmentConfig, policy_path: str) -> Any:
     folder = config.tokenizer or policy_path
     if not folder:
         raise ConfigError(
-            "a policy built from scratch has no tokenizer: set environment.tokenizer to 'char' (the built-in character "
-            "tokenizer) or to a tokenizer's folder."
+            "a policy built from scratch has no tokenizer: set environment.tokenizer to 'char' (the built-in "
+            "character tokenizer) or to a tokenizer's folder."
         )
     setting = "environment.tokenizer" if config.tokenizer else "policy.path"
     if not Path(folder).is_dir():
-        raise ConfigError(f"{setting} = '{folder}' is no folder; a Hugging Face folder with a tokenizer is needed.")
+        raise ConfigError(
+            f"{setting} = '{folder}' is no folder; a Hugging Face folder with a tokenizer is needed."
+        )
     from transformers import AutoTokenizer
 
     try:
@@ -61,8 +64,8 @@ def load_tokenizer(config: EnvironmentConfig, policy_path: str) -> Any:
         raise ConfigError(f"{setting} = '{folder}': its tokenizer cannot be loaded: {error}") from error
     if tokenizer.eos_token_id is None:
         raise ConfigError(
-            f"{setting} = '{folder}': its tokenizer declares no eos_token, which ends every trained response; add it to "
-            "tokenizer_config.json."
+            f"{setting} = '{folder}': its tokenizer declares no eos_token, which ends every trained "
+            "response; add it to tokenizer_config.json."
         )
     return tokenizer
 
@@ -96,15 +99,19 @@ def char_tokenizer() -> Any:
 def encode_prompt(tokenizer: Any, item: Item, system_prompt: str = "") -> list[int]:
     """Token ids of an item's prompt, up to where the response begins.
 
-    With a chat template: rendered with add_generation_prompt; text is one user message, and ``system_prompt`` goes first
-    unless the item's own messages begin with a system message. Without a template: the system prompt and the messages'
-    contents joined by blank lines, with the special tokens that the tokenizer itself adds (a bos, for most).
+    With a chat template: rendered with add_generation_prompt; text is one user message, and ``system_prompt``
+    goes first unless the item's own messages begin with a system message. Without a template: the system
+    prompt and the messages' contents joined by blank lines, with the special tokens that the tokenizer itself
+    adds (a bos, for most).
 
     Raises:
-        RunError: the prompt is empty, its messages do not suit the template, or it holds text that the tokenizer cannot
-            represent: the unknown token, or (with the character tokenizer) the name of a special token.
+        RunError: the prompt is empty, its messages do not suit the template, or it holds text that the
+            tokenizer cannot represent: the unknown token, or (with the character tokenizer) the name of a
+            special token.
     """
-    messages = [{"role": "user", "content": item.prompt}] if isinstance(item.prompt, str) else list(item.prompt)
+    messages = (
+        [{"role": "user", "content": item.prompt}] if isinstance(item.prompt, str) else list(item.prompt)
+    )
     if system_prompt and not (messages and messages[0]["role"] == "system"):
         messages = [{"role": "system", "content": system_prompt}, *messages]
     if not any(message["content"].strip() for message in messages):
@@ -112,11 +119,12 @@ def encode_prompt(tokenizer: Any, item: Item, system_prompt: str = "") -> list[i
     _check_no_special_names(tokenizer, messages)
     if tokenizer.chat_template is None:
         ids = tokenizer.encode("\n\n".join(message["content"] for message in messages))
-        ids = ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids  # some tokenizers close what they encode
+        if ids[-1:] == [tokenizer.eos_token_id]:  # some tokenizers close what they encode
+            ids = ids[:-1]
     else:
         try:
             ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        except Exception as error:  # Jinja's own errors, and those that templates raise for roles they do not know
+        except Exception as error:  # Jinja's own errors, and those that templates raise themselves
             raise RunError(f"the chat template refuses the prompt {_short(item.key())}: {error}") from error
     if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
         raise RunError(_unknown(tokenizer, messages))
@@ -155,15 +163,15 @@ def _is_char(tokenizer: Any) -> bool:
 
 
 def _check_no_special_names(tokenizer: Any, messages: list[dict[str, str]]) -> None:
-    """A prompt that spells a special token would be given that token; in the small alphabet it is surely a mistake."""
+    """A prompt that spells a special token would get that token; in this alphabet it is a mistake."""
     if not _is_char(tokenizer):
         return
     for message in messages:
         for token in (PAD, BOS, EOS, UNK, *ROLE_TOKENS):
             if token in message["content"]:
                 raise RunError(
-                    f"the prompt {_short(message['content'])} contains '{token}', a special token of the character "
-                    "tokenizer."
+                    f"the prompt {_short(message['content'])} contains '{token}', a special token of the "
+                    "character tokenizer."
                 )
 
 
@@ -173,8 +181,8 @@ def _unknown(tokenizer: Any, messages: list[dict[str, str]]) -> str:
         return f"the prompt {_short(text)} holds text that the tokenizer does not know."
     strange = sorted(set(text) - set(ALPHABET))
     return (
-        f"the prompt {_short(text)} holds characters outside the character tokenizer's alphabet (printable ASCII and the "
-        f"new line): {', '.join(repr(c) for c in strange[:8])}."
+        f"the prompt {_short(text)} holds characters outside the character tokenizer's alphabet (printable "
+        f"ASCII and the new line): {', '.join(repr(c) for c in strange[:8])}."
     )
 
 
