@@ -1,7 +1,7 @@
 """Time and memory of the fused distillation against materialised logits and against one pass at a time.
 
-    python tools/bench_distill.py                    # the shapes of the claims: minutes on two cores, 16 GB for the unfused row
-    python tools/bench_distill.py --quick            # tiny shapes, under a minute
+    python tools/bench_distill.py            # the shapes of the claims: many minutes, 16 GB for one row
+    python tools/bench_distill.py --quick    # tiny shapes, under a minute
     python tools/bench_distill.py --json rows.json --objective lk --only time
 
 Three ways to the same loss and gradients, forward and backward, in fp32:
@@ -10,12 +10,13 @@ Three ways to the same loss and gradients, forward and backward, in fp32:
     unfused    whole logits of the teacher (once) and of every pass, log_softmax, autograd; no metrics
     separate   distill_loss once for each pass, so that the teacher is computed K times
 
-Columns: T, V, Vd, E, K, objective; peak_bytes (most bytes that the fused call allocates at one time, its gradients
-included), peak_ratio (unfused over fused), time_ratio_unfused and time_ratio_separate (their seconds over the fused
-seconds: above 1 is faster), max_rel_err (largest relative error of a gradient against the unfused one), seconds (fused),
-matmul_share (rate of the head-sized products in the fused call over the rate of one plain product of that size: how near
-the call is to doing nothing but them). Times are medians of runs that alternate between the ways. An empty cell was not
-asked for.
+Columns: T, V, Vd, E, K, objective; peak_bytes (most bytes that the fused call allocates at one time, its
+gradients counted), peak_ratio (unfused over fused), time_ratio_unfused and time_ratio_separate (their seconds
+over the fused seconds: above 1 the fused call is faster), max_rel_err (largest relative error of a gradient
+against the unfused one), seconds (fused), matmul_share (rate of the head-sized products in the fused call over
+the rate of one plain product of that size: how near the call is to doing nothing else). Times are medians of
+runs that alternate between the ways. An empty cell was not asked for. ``--clock cpu`` counts the process's CPU
+seconds instead of the wall's: for a machine that others use too, with ``--threads 1``.
 """
 
 from __future__ import annotations
@@ -34,14 +35,28 @@ from torch import Tensor
 from torchspec.losses.distill import distill_loss
 from torchspec.losses.objectives import OBJECTIVES
 
-COLUMNS = ("T", "V", "Vd", "E", "K", "objective", "peak_bytes", "peak_ratio", "time_ratio_unfused", "time_ratio_separate",
-           "max_rel_err", "seconds", "matmul_share")
+COLUMNS = (
+    *("T", "V", "Vd", "E", "K", "objective", "peak_bytes", "peak_ratio"),
+    *("time_ratio_unfused", "time_ratio_separate", "max_rel_err", "seconds", "matmul_share"),
+)
 
 
 class Problem:
     """Random inputs of one shape: a document of T rows, every row trained."""
 
-    def __init__(self, rows: int, vocab: int, draft: int, width: int, passes: int, objective: str, chunk: int, device: str):
+    clock = staticmethod(time.perf_counter)
+
+    def __init__(
+        self,
+        rows: int,
+        vocab: int,
+        draft: int,
+        width: int,
+        passes: int,
+        objective: str,
+        chunk: int,
+        device: str,
+    ):
         g = torch.Generator().manual_seed(0)
 
         def normal(*shape: int) -> Tensor:
@@ -63,8 +78,17 @@ class Problem:
 
     def _distill(self, passes: slice, counts: Tensor) -> Tensor:
         return distill_loss(
-            self.teacher, self.teacher_head, self.hidden[passes], self.head, self.anchors[passes], counts,
-            objective=self.shape["objective"], d2t=self.d2t, target_ids_R=self.targets, chunk_rows=self.chunk).loss
+            self.teacher,
+            self.teacher_head,
+            self.hidden[passes],
+            self.head,
+            self.anchors[passes],
+            counts,
+            objective=self.shape["objective"],
+            d2t=self.d2t,
+            target_ids_R=self.targets,
+            chunk_rows=self.chunk,
+        ).loss
 
     def fused(self) -> None:
         self._distill(slice(None), self.counts).backward()
@@ -77,7 +101,9 @@ class Problem:
     def unfused(self) -> None:
         rows = self.teacher.shape[0]
         with torch.no_grad():
-            logp = F.log_softmax((self.teacher @ self.teacher_head.T)[:, self.ids if self.d2t is not None else slice(None)], -1)
+            logp = F.log_softmax(
+                (self.teacher @ self.teacher_head.T)[:, self.ids if self.d2t is not None else slice(None)], -1
+            )
         loss = 0.0
         for k, hidden in enumerate(self.hidden):
             logq = F.log_softmax(hidden[: rows - 2 - k] @ self.head.T, -1)
@@ -115,10 +141,10 @@ class Problem:
     def seconds(self, way: str) -> float:
         self.clear()
         self._wait()
-        start = time.perf_counter()
+        start = self.clock()
         getattr(self, way)()
         self._wait()
-        return time.perf_counter() - start
+        return self.clock() - start
 
     def _wait(self) -> None:
         if self.head.is_cuda:
@@ -141,7 +167,11 @@ class Problem:
             path = Path(folder) / "trace.json"
             recorded.export_chrome_trace(str(path))
             events = json.loads(path.read_text())["traceEvents"]
-        memory = sorted((e["ts"], e["args"]["Total Allocated"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]")
+        memory = sorted(
+            (e["ts"], e["args"]["Total Allocated"], e["args"]["Bytes"])
+            for e in events
+            if e.get("name") == "[memory]"
+        )
         return max(total for _, total, _ in memory) - (memory[0][1] - memory[0][2])
 
     def matmul_seconds(self, repeats: int) -> float:
@@ -152,10 +182,10 @@ class Problem:
 
         def once() -> float:
             self._wait()
-            start = time.perf_counter()
+            start = self.clock()
             torch.mm(hidden, self.teacher_head.T, out=out)
             self._wait()
-            return time.perf_counter() - start
+            return self.clock() - start
 
         once()
         each = statistics.median(once() for _ in range(repeats))
@@ -189,14 +219,31 @@ def measure(problem: Problem, repeats: int, what: str) -> dict:
 def shapes(args: argparse.Namespace) -> list[tuple[str, dict]]:
     """(what to measure, shape)"""
     if args.rows:
-        return [(args.only, dict(rows=args.rows, vocab=args.vocab, draft=args.draft_vocab or args.vocab, width=args.width,
-                                 passes=args.passes))]
+        return [
+            (
+                args.only,
+                dict(
+                    rows=args.rows,
+                    vocab=args.vocab,
+                    draft=args.draft_vocab or args.vocab,
+                    width=args.width,
+                    passes=args.passes,
+                ),
+            )
+        ]
     if args.quick:
         base = dict(rows=512, vocab=8192, width=64)
-        return [(args.only, base | dict(draft=draft, passes=passes)) for passes in (1, 3) for draft in (8192, 2048)]
+        return [
+            (args.only, base | dict(draft=draft, passes=passes))
+            for passes in (1, 3)
+            for draft in (8192, 2048)
+        ]
     base = dict(vocab=49152, width=576, passes=3)
-    plan = [("time", base | dict(rows=4096, draft=49152)), ("time", base | dict(rows=4096, draft=12288)),
-            ("memory", base | dict(rows=8192, draft=49152))]
+    plan = [
+        ("time", base | dict(rows=4096, draft=49152)),
+        ("time", base | dict(rows=4096, draft=12288)),
+        ("memory", base | dict(rows=8192, draft=49152)),
+    ]
     return [(what, shape) for what, shape in plan if args.only in ("all", what)]
 
 
@@ -207,7 +254,9 @@ def text(value) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", metavar="FILE", help="also write the rows as a list of objects")
     parser.add_argument("--quick", action="store_true", help="tiny shapes, under a minute on two cores")
     parser.add_argument("--only", choices=("all", "time", "memory"), default="all")
@@ -215,6 +264,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--chunk-rows", type=int, default=0, help="0 takes 1024, or 64 with --quick")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves torch's choice")
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rows", type=int, default=0, help="one shape of your own: T (with the next four)")
     parser.add_argument("--vocab", type=int, default=49152)
@@ -222,16 +272,24 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=576)
     parser.add_argument("--passes", type=int, default=3)
     args = parser.parse_args()
+    Problem.clock = staticmethod(time.perf_counter if args.clock == "wall" else time.process_time)
     if args.threads:
         torch.set_num_threads(args.threads)
     chunk = args.chunk_rows or (64 if args.quick else 1024)
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {args.device}, chunk of {chunk} rows, "
-          f"medians of {args.repeats}", flush=True)
+    print(
+        f"torch {torch.__version__}, {torch.get_num_threads()} threads, {args.device}, chunk of {chunk} rows, "
+        f"medians of {args.repeats}, {args.clock} clock",
+        flush=True,
+    )
     print(" | ".join(COLUMNS), flush=True)
     rows = []
     for objective in sorted(OBJECTIVES) if args.objective == "all" else [args.objective]:
         for what, shape in shapes(args):
-            rows.append(measure(Problem(**shape, objective=objective, chunk=chunk, device=args.device), args.repeats, what))
+            rows.append(
+                measure(
+                    Problem(**shape, objective=objective, chunk=chunk, device=args.device), args.repeats, what
+                )
+            )
             print(" | ".join(text(rows[-1][name]) for name in COLUMNS), flush=True)
     if args.json:
         Path(args.json).write_text(json.dumps(rows, indent=1) + "\n")

@@ -9,7 +9,9 @@ import torch.nn.functional as F
 
 
 def case(rows=13, width=6, vocab=17, passes=3, draft_vocab=None, seed=0, dtype=torch.float64, scale=1.0):
-    """Fresh random inputs: teacher rows, heads, K students, anchors with gaps, counts larger than the local ones."""
+    """Fresh random inputs: teacher rows, heads, K students, anchors with gaps, counts larger than the local
+    ones.
+    """
     g = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
@@ -67,8 +69,17 @@ def row_loss(objective, logp, logq, target):
     return -logq.gather(1, target.clamp_min(0)[:, None]).squeeze(1) * (target >= 0)
 
 
-def dense(c, *, objective="forward_kl", temperature=1.0, sampling_temperature=1.0, probabilistic=False,
-          position_gate=False, teacher=None, student=None):
+def dense(
+    c,
+    *,
+    objective="forward_kl",
+    temperature=1.0,
+    sampling_temperature=1.0,
+    probabilistic=False,
+    position_gate=False,
+    teacher=None,
+    student=None,
+):
     """(loss, stats dict, gradients of the hidden rows, gradient of the head)"""
     hidden = [h.clone().requires_grad_() for h in c["student_hidden"]]
     head = c["student_head"].clone().requires_grad_()
@@ -90,7 +101,9 @@ def dense(c, *, objective="forward_kl", temperature=1.0, sampling_temperature=1.
         for r in range(rows):
             t = int(c["anchors"][k, r])
             target = in_draft[c["target_ids"][r]]
-            dropped = (position_gate and in_draft[z[r].argmax()] < 0) or (objective == "hard_ce" and target < 0)
+            dropped = (position_gate and in_draft[z[r].argmax()] < 0) or (
+                objective == "hard_ce" and target < 0
+            )
             if t < 0 or dropped:
                 continue
             y = transformed(hidden[k][t] @ head.T, **(student or {}))
@@ -103,12 +116,21 @@ def dense(c, *, objective="forward_kl", temperature=1.0, sampling_temperature=1.
             else:
                 accept = p_full[r, token]
             accepted[k, t] = accept.item()
-            for name, x in (("loss", value), ("count", 1), ("top1", token == z[r].argmax()), ("accept", accept)):
+            for name, x in (
+                ("loss", value),
+                ("count", 1),
+                ("top1", token == z[r].argmax()),
+                ("accept", accept),
+            ):
                 stats[name][k] += x.item() if torch.is_tensor(x) else x
             entropy_sum += float(entropy[r]) * (k == 0)
     total = sum(w * n for w, n in zip(weights, c["counts"].tolist()))
     loss = loss / total + 0 * sum(h.sum() for h in hidden) + 0 * head.sum()
     loss.backward()
-    lengths = [sum(math.prod(w[: j + 1]) for j in range(passes)) for w in accepted.T.tolist() if not any(map(math.isnan, w))]
+    lengths = [
+        sum(math.prod(w[: j + 1]) for j in range(passes))
+        for w in accepted.T.tolist()
+        if not any(map(math.isnan, w))
+    ]
     stats |= {"accept_len": sum(lengths), "windows": len(lengths), "entropy": entropy_sum}
     return loss.detach(), stats, [h.grad for h in hidden], head.grad

@@ -1,4 +1,4 @@
-"""The fused sweep against the plain computation: values, every gradient, metrics, and inputs that break naive code."""
+"""The fused sweep against the plain computation: values, gradients, metrics, inputs that break naive code."""
 
 from __future__ import annotations
 
@@ -28,11 +28,21 @@ def fused(c, *, chunk_rows=4, probabilistic=False, teacher=None, student=None, *
     hidden = [h.clone().requires_grad_() for h in c["student_hidden"]]
     head = c["student_head"].clone().requires_grad_()
     out = distill_loss(
-        c["teacher_hidden"], c["teacher_head"], hidden, head, c["anchors"], c["counts"],
-        pass_weights=c["pass_weights"], d2t=c["d2t"], target_ids_R=c["target_ids"], chunk_rows=chunk_rows,
+        c["teacher_hidden"],
+        c["teacher_head"],
+        hidden,
+        head,
+        c["anchors"],
+        c["counts"],
+        pass_weights=c["pass_weights"],
+        d2t=c["d2t"],
+        target_ids_R=c["target_ids"],
+        chunk_rows=chunk_rows,
         draft_sampling="probabilistic" if probabilistic else "greedy",
         teacher_transform=LogitTransform(**teacher) if teacher else None,
-        student_transform=LogitTransform(**student) if student else None, **options)
+        student_transform=LogitTransform(**student) if student else None,
+        **options,
+    )
     out.loss.backward()
     return out, [h.grad for h in hidden], head.grad
 
@@ -44,8 +54,15 @@ def assert_equal(c, tol=1e-12, chunk_rows=4, **options):
     torch.testing.assert_close(out.loss, loss, rtol=tol, atol=tol)
     for ours, theirs in zip([*hidden, head], [*hidden_ref, head_ref]):
         torch.testing.assert_close(ours, theirs, rtol=tol, atol=tol)
-    for name, ours in (("loss", out.loss_sum_K), ("count", out.count_K), ("top1", out.top1_sum_K), ("accept", out.accept_sum_K)):
-        torch.testing.assert_close(ours, stats[name], rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+    for name, ours in (
+        ("loss", out.loss_sum_K),
+        ("count", out.count_K),
+        ("top1", out.top1_sum_K),
+        ("accept", out.accept_sum_K),
+    ):
+        torch.testing.assert_close(
+            ours, stats[name], rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}"
+        )
     assert float(out.accept_len_sum) == pytest.approx(stats["accept_len"], abs=1e-10)
     assert float(out.accept_len_count) == stats["windows"]
     assert float(out.entropy_sum) == pytest.approx(stats["entropy"], abs=1e-10)
@@ -53,14 +70,18 @@ def assert_equal(c, tol=1e-12, chunk_rows=4, **options):
 
 @pytest.mark.parity
 @pytest.mark.parametrize("draft_vocab", [None, 7])
-@pytest.mark.parametrize("temperature, sampling", [(1.0, 1.0), (0.7, 0.7), (2.0, 1.0), (1.0, 0.0), (0.5, 0.0)])
+@pytest.mark.parametrize(
+    "temperature, sampling", [(1.0, 1.0), (0.7, 0.7), (2.0, 1.0), (1.0, 0.0), (0.5, 0.0)]
+)
 @pytest.mark.parametrize("objective", EVERY)
 def test_equal_to_the_dense_computation(objective, temperature, sampling, draft_vocab):
     seed = random.randrange(1 << 30)
     print("seed", seed)
     c = case(draft_vocab=draft_vocab, seed=seed)
     assert_equal(c, objective=objective, temperature=temperature, sampling_temperature=sampling)
-    assert_equal(c, objective=objective, temperature=temperature, sampling_temperature=sampling, probabilistic=True)
+    assert_equal(
+        c, objective=objective, temperature=temperature, sampling_temperature=sampling, probabilistic=True
+    )
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 3, 5, 100])
@@ -87,8 +108,12 @@ def test_one_row_and_no_row(objective):
     assert out.loss == 0 and hidden[0].abs().max() == 0 and head.abs().max() == 0
     c["counts"] = torch.tensor([5])  # another rank has rows
     assert fused(c, objective=objective)[0].loss == 0
-    empty = {**c, "teacher_hidden": c["teacher_hidden"][:0], "anchors": torch.zeros(1, 0, dtype=torch.int64),
-             "target_ids": c["target_ids"][:0]}
+    empty = {
+        **c,
+        "teacher_hidden": c["teacher_hidden"][:0],
+        "anchors": torch.zeros(1, 0, dtype=torch.int64),
+        "target_ids": c["target_ids"][:0],
+    }
     assert fused(empty, objective=objective)[0].loss == 0
 
 
@@ -111,7 +136,9 @@ def test_position_gate_and_counts_taken_before(objective, draft_vocab):
 
 def test_hard_gate_keeps_rows_whose_token_the_draft_knows():
     c = case(rows=20, draft_vocab=6, seed=4)
-    gated = gate_anchors(c["teacher_hidden"], c["teacher_head"], c["anchors"], c["d2t"], target_ids_R=c["target_ids"])
+    gated = gate_anchors(
+        c["teacher_hidden"], c["teacher_head"], c["anchors"], c["d2t"], target_ids_R=c["target_ids"]
+    )
     out, _, _ = fused(c, objective="hard_ce")
     assert out.count_K.tolist() == (gated >= 0).sum(1).tolist() and (gated != c["anchors"]).any()
 
@@ -120,8 +147,14 @@ def test_hard_gate_keeps_rows_whose_token_the_draft_knows():
 def test_softcap_scale_and_bias(objective):
     bias = torch.randn(17, dtype=torch.float64)
     c = case(seed=5, scale=2.0)
-    assert_equal(c, objective=objective, teacher={"scale": 0.5, "softcap": 3.0, "bias": bias},
-                 student={"scale": 1.5, "softcap": 2.0}, temperature=0.8, sampling_temperature=0.8)
+    assert_equal(
+        c,
+        objective=objective,
+        teacher={"scale": 0.5, "softcap": 3.0, "bias": bias},
+        student={"scale": 1.5, "softcap": 2.0},
+        temperature=0.8,
+        sampling_temperature=0.8,
+    )
     c = case(seed=5, draft_vocab=6)
     assert_equal(c, objective=objective, teacher={"softcap": 3.0}, student={"scale": 0.25})
 
@@ -158,13 +191,18 @@ def test_lk_at_zero_overlap_still_has_a_gradient():
 @pytest.mark.parametrize("objective", EVERY)
 def test_vocabulary_padding_switched_off_by_the_bias(objective):
     c = case(seed=8)
-    padded = {**c, "teacher_head": torch.cat([c["teacher_head"], torch.randn(3, 6, dtype=torch.float64) * 9]),
-              "d2t": torch.zeros(17, dtype=torch.int64)}
+    padded = {
+        **c,
+        "teacher_head": torch.cat([c["teacher_head"], torch.randn(3, 6, dtype=torch.float64) * 9]),
+        "d2t": torch.zeros(17, dtype=torch.int64),
+    }
     bias = torch.cat([torch.zeros(17), torch.full((3,), -torch.inf)]).double()
     out, hidden, head = fused(padded, objective=objective, teacher={"bias": bias}, probabilistic=True)
     ref, hidden_ref, head_ref = fused(c, objective=objective, probabilistic=True)
-    for a, b in zip([out.loss, out.accept_sum_K, out.top1_sum_K, head, *hidden],
-                    [ref.loss, ref.accept_sum_K, ref.top1_sum_K, head_ref, *hidden_ref]):
+    for a, b in zip(
+        [out.loss, out.accept_sum_K, out.top1_sum_K, head, *hidden],
+        [ref.loss, ref.accept_sum_K, ref.top1_sum_K, head_ref, *hidden_ref],
+    ):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
@@ -189,11 +227,21 @@ def test_nan_in_the_student_reaches_the_loss_and_nothing_crashes():
 
 
 def test_joint_prefix_of_a_worked_case():
-    """Two students with acceptances (1/2, 1/4) and (1, 1/2): 1/2 + 1/8 and 1 + 1/2; the product of means is 3/4 + 9/32."""
-    logs = torch.log(torch.tensor([[0.5, 0.5], [0.25, 0.75], [1.0, 0.0], [0.5, 0.5]], dtype=torch.float64)).clamp_min(-800)
+    """Two students with acceptances (1/2, 1/4) and (1, 1/2): 1/2 + 1/8 and 1 + 1/2; the product of means is
+    3/4 + 9/32.
+    """
+    logs = torch.log(
+        torch.tensor([[0.5, 0.5], [0.25, 0.75], [1.0, 0.0], [0.5, 0.5]], dtype=torch.float64)
+    ).clamp_min(-800)
     student = torch.tensor([[1.0, 0.0]], dtype=torch.float64).expand(2, 2).contiguous()
-    out = distill_loss(logs, torch.eye(2, dtype=torch.float64), [student, student], torch.eye(2, dtype=torch.float64),
-                       torch.tensor([[0, -1, 1, -1], [-1, 0, -1, 1]]), torch.tensor([2, 2]))
+    out = distill_loss(
+        logs,
+        torch.eye(2, dtype=torch.float64),
+        [student, student],
+        torch.eye(2, dtype=torch.float64),
+        torch.tensor([[0, -1, 1, -1], [-1, 0, -1, 1]]),
+        torch.tensor([2, 2]),
+    )
     assert float(out.accept_len_sum) == pytest.approx(0.5 + 0.125 + 1.0 + 0.5)
     assert float(out.accept_len_count) == 2
     metrics = distill_metrics(out.sums())
@@ -206,8 +254,15 @@ def test_incoming_gradient_scales_and_a_second_backward_is_refused():
     _, hidden, head = fused(c)
     student = [h.clone().requires_grad_() for h in c["student_hidden"]]
     weight = c["student_head"].clone().requires_grad_()
-    out = distill_loss(c["teacher_hidden"], c["teacher_head"].requires_grad_(), student, weight, c["anchors"], c["counts"],
-                       pass_weights=c["pass_weights"])
+    out = distill_loss(
+        c["teacher_hidden"],
+        c["teacher_head"].requires_grad_(),
+        student,
+        weight,
+        c["anchors"],
+        c["counts"],
+        pass_weights=c["pass_weights"],
+    )
     loss = out.loss * -2.5
     loss.backward(retain_graph=True)
     torch.testing.assert_close(weight.grad, head * -2.5)
@@ -224,8 +279,12 @@ def test_microbatches_add_up():
     _, _, head = fused(c)
     halves = torch.zeros_like(head)
     for at in (slice(0, 5), slice(5, 12)):
-        part = {**c, "teacher_hidden": c["teacher_hidden"][at], "student_hidden": [h[at] for h in c["student_hidden"]],
-                "target_ids": c["target_ids"][at]}
+        part = {
+            **c,
+            "teacher_hidden": c["teacher_hidden"][at],
+            "student_hidden": [h[at] for h in c["student_hidden"]],
+            "target_ids": c["target_ids"][at],
+        }
         part["anchors"] = torch.stack([torch.arange(at.stop - at.start)] * 3)
         halves += fused(part)[2]
     torch.testing.assert_close(halves, head, rtol=1e-12, atol=1e-12)
@@ -258,14 +317,17 @@ def test_lower_precision(objective, dtype, tol):
         assert (ours.double() - theirs).norm() < 2 * tol * theirs.norm()
 
 
-@pytest.mark.parametrize("change, sentence", [
-    ({"anchors": torch.tensor([[0, 0] + [-1] * 11] * 3)}, "two teacher rows teach student row 0"),
-    ({"anchors": torch.full((3, 13), 13)}, "there are 13"),
-    ({"counts": torch.ones(2)}, "counts_K must hold"),
-    ({"pass_weights": (1.0,)}, "pass_weights has 1 numbers"),
-    ({"student_head": torch.zeros(5, 7, dtype=torch.float64)}, "same vocabulary"),
-    ({"d2t": torch.full((17,), 3)}, "outside the policy's vocabulary"),
-])
+@pytest.mark.parametrize(
+    "change, sentence",
+    [
+        ({"anchors": torch.tensor([[0, 0] + [-1] * 11] * 3)}, "two teacher rows teach student row 0"),
+        ({"anchors": torch.full((3, 13), 13)}, "there are 13"),
+        ({"counts": torch.ones(2)}, "counts_K must hold"),
+        ({"pass_weights": (1.0,)}, "pass_weights has 1 numbers"),
+        ({"student_head": torch.zeros(5, 7, dtype=torch.float64)}, "same vocabulary"),
+        ({"d2t": torch.full((17,), 3)}, "outside the policy's vocabulary"),
+    ],
+)
 def test_arguments_that_do_not_fit(change, sentence):
     with pytest.raises(ValueError, match=sentence):
         fused(case(seed=14) | change)
@@ -286,7 +348,9 @@ def test_cuda_equals_cpu(objective):
         there["student_hidden"] = [h.cuda() for h in c["student_hidden"]]
         out, hidden, head = fused(there, objective=objective, probabilistic=True)
         ref, hidden_ref, head_ref = fused(c, objective=objective, probabilistic=True)
-        for ours, theirs in zip([out.loss, out.accept_sum_K, head, *hidden], [ref.loss, ref.accept_sum_K, head_ref, *hidden_ref]):
+        for ours, theirs in zip(
+            [out.loss, out.accept_sum_K, head, *hidden], [ref.loss, ref.accept_sum_K, head_ref, *hidden_ref]
+        ):
             torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-10, atol=1e-10)
 
 
@@ -298,7 +362,8 @@ def test_row_max_finds_what_max_finds():
         assert torch.equal(value, x.amax(-1)) and torch.equal(index, x.argmax(-1))
 
 
-# -- which row teaches which ------------------------------------------------------------------------------------------------
+# -- which row teaches which ---------------------------------------------------------------------------------
+
 
 def test_anchors_of_six_tokens():
     layout = PackedZigzag([6])
@@ -325,15 +390,25 @@ def test_anchors_never_cross_documents():
     assert table.shape == (8, 3) and anchors.shape == (2, 8)
 
 
-# -- torch.compile ------------------------------------------------------------------------------------------------------------
+# -- torch.compile -------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("draft_vocab", [None, 6])
 def test_compiles_without_a_graph_break(draft_vocab):
     c = case(draft_vocab=draft_vocab, seed=15)
 
     def step(hidden, head):
-        out = distill_loss(c["teacher_hidden"], c["teacher_head"], [h * 1.0 for h in hidden], head * 1.0, c["anchors"],
-                           c["counts"], pass_weights=c["pass_weights"], d2t=c["d2t"], chunk_rows=4)
+        out = distill_loss(
+            c["teacher_hidden"],
+            c["teacher_head"],
+            [h * 1.0 for h in hidden],
+            head * 1.0,
+            c["anchors"],
+            c["counts"],
+            pass_weights=c["pass_weights"],
+            d2t=c["d2t"],
+            chunk_rows=4,
+        )
         return out.loss * 2, out.sums()
 
     grads = []
@@ -349,9 +424,33 @@ def test_compiles_without_a_graph_break(draft_vocab):
 
 def test_operator_checks():
     c = case(draft_vocab=6, seed=17)
-    args = (c["teacher_hidden"], c["teacher_head"], c["student_hidden"], c["student_head"], c["anchors"],
-            torch.ones(3, dtype=torch.float64), c["d2t"], None, None)
-    torch.library.opcheck(torch.ops.torchspec.distill_sweep.default, args, dict(
-        need_hidden=True, need_head=True, objective="forward_kl", temperature=1.0, sampling_temperature=1.0,
-        probabilistic=False, position_gate=False, chunk_rows=4, teacher_scale=1.0, teacher_softcap=0.0, student_scale=1.0,
-        student_softcap=0.0, vocab_group=""))
+    args = (
+        c["teacher_hidden"],
+        c["teacher_head"],
+        c["student_hidden"],
+        c["student_head"],
+        c["anchors"],
+        torch.ones(3, dtype=torch.float64),
+        c["d2t"],
+        None,
+        None,
+    )
+    torch.library.opcheck(
+        torch.ops.torchspec.distill_sweep.default,
+        args,
+        dict(
+            need_hidden=True,
+            need_head=True,
+            objective="forward_kl",
+            temperature=1.0,
+            sampling_temperature=1.0,
+            probabilistic=False,
+            position_gate=False,
+            chunk_rows=4,
+            teacher_scale=1.0,
+            teacher_softcap=0.0,
+            student_scale=1.0,
+            student_softcap=0.0,
+            vocab_group="",
+        ),
+    )

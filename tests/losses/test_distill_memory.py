@@ -17,7 +17,9 @@ CHUNK_BYTES = CHUNK * V * 4
 
 
 def peak_bytes(function, tmp_path):
-    """Most bytes alive at one time during the call, beyond those alive before it, by the allocator's own events."""
+    """Most bytes alive at one time during the call, beyond those alive before it, by the allocator's own
+    events.
+    """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         keep = function()
     del keep
@@ -37,8 +39,18 @@ def distillation(rows, passes, objective="forward_kl", draft=V, chunk=CHUNK):
     d2t = torch.arange(draft) * (V // draft - 1) if draft != V else None
 
     def step():
-        out = distill_loss(teacher, teacher_head, hidden, head, anchors, torch.full((passes,), rows), chunk_rows=chunk,
-                           objective=objective, d2t=d2t, target_ids_R=torch.zeros(rows, dtype=torch.int64))
+        out = distill_loss(
+            teacher,
+            teacher_head,
+            hidden,
+            head,
+            anchors,
+            torch.full((passes,), rows),
+            chunk_rows=chunk,
+            objective=objective,
+            d2t=d2t,
+            target_ids_R=torch.zeros(rows, dtype=torch.int64),
+        )
         out.loss.backward()
         return out
 
@@ -54,8 +66,8 @@ def test_extra_memory_does_not_grow_with_rows_or_passes(tmp_path):
     extra = {(rows, passes): extra_bytes(rows, passes, tmp_path) for rows in (128, 512) for passes in (1, 7)}
     print(extra)
     for rows, passes in extra:
-        # Two chunks of logits, three temporaries of a block (here a block is the whole chunk; in a real vocabulary a
-        # hundredth of it), and a few numbers for each row.
+        # Two chunks of logits, three temporaries of a block (here a block is the whole chunk; in a real
+        # vocabulary a hundredth of it), and a few numbers for each row.
         few_numbers = 64 * rows * passes + 256 * rows
         assert extra[rows, passes] < 5.5 * CHUNK_BYTES + few_numbers
     assert extra[512, 7] - extra[128, 1] < 0.05 * 512 * V * 4
@@ -64,7 +76,8 @@ def test_extra_memory_does_not_grow_with_rows_or_passes(tmp_path):
 @pytest.mark.parametrize("objective", sorted(OBJECTIVES))
 @pytest.mark.parametrize("draft", [V, V // 4])
 def test_every_objective_stays_within_chunks(objective, draft, tmp_path):
-    # On a CPU the temporaries of an objective are blocks of BLOCK_ELEMENTS; here one block is the whole chunk.
+    # On a CPU the temporaries of an objective are blocks of BLOCK_ELEMENTS; here one block is the whole
+    # chunk.
     assert extra_bytes(128, 2, tmp_path, objective=objective, draft=draft) < 9 * CHUNK_BYTES
 
 

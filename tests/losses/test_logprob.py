@@ -1,4 +1,4 @@
-"""Chunked log-probabilities against log_softmax: values, gradients, memory of shape [T, V] nowhere, compile."""
+"""Chunked log-probabilities against log_softmax: values, gradients, precision, compile."""
 
 from __future__ import annotations
 
@@ -40,13 +40,25 @@ def dense(hidden, head, targets, temperature=1.0, transform=None):
 @pytest.mark.parity
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("chunk_rows", [1, 4, 100])
-@pytest.mark.parametrize("transform", [None, {"scale": 0.5, "softcap": 2.0, "bias": torch.linspace(-1, 1, 13).double()}])
+@pytest.mark.parametrize(
+    "transform", [None, {"scale": 0.5, "softcap": 2.0, "bias": torch.linspace(-1, 1, 13).double()}]
+)
 def test_equal_to_log_softmax(temperature, chunk_rows, transform, monkeypatch):
     monkeypatch.setattr("torchspec.losses.logits.BLOCK_ELEMENTS", 2 * 13)
     hidden, head, targets, weights = inputs(scale=1.5)
-    got = run(lambda h, w: token_logprobs(h, w, targets, temperature=temperature, chunk_rows=chunk_rows,
-                                          transform=LogitTransform(**transform) if transform else None),
-              hidden, head, weights)
+    got = run(
+        lambda h, w: token_logprobs(
+            h,
+            w,
+            targets,
+            temperature=temperature,
+            chunk_rows=chunk_rows,
+            transform=LogitTransform(**transform) if transform else None,
+        ),
+        hidden,
+        head,
+        weights,
+    )
     want = run(lambda h, w: dense(h, w, targets, temperature, transform), hidden, head, weights)
     for ours, theirs in zip(got, want):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
@@ -79,9 +91,18 @@ def test_unwanted_rows_are_never_read():
     hidden, head, targets, weights = inputs()
     targets[3] = -1
     hidden[3] = float("nan")
-    logp, entropy, grad_hidden, grad_head = run(lambda h, w: token_logprobs(h, w, targets), hidden, head, weights)
-    assert logp[3] == 0 and entropy[3] == 0 and grad_hidden[3].abs().max() == 0 and torch.isfinite(grad_head).all()
-    logp, _, grad_hidden, grad_head = run(lambda h, w: token_logprobs(h, w, targets * 0 - 1), hidden, head, weights)
+    logp, entropy, grad_hidden, grad_head = run(
+        lambda h, w: token_logprobs(h, w, targets), hidden, head, weights
+    )
+    assert (
+        logp[3] == 0
+        and entropy[3] == 0
+        and grad_hidden[3].abs().max() == 0
+        and torch.isfinite(grad_head).all()
+    )
+    logp, _, grad_hidden, grad_head = run(
+        lambda h, w: token_logprobs(h, w, targets * 0 - 1), hidden, head, weights
+    )
     assert logp.abs().max() == 0 and grad_head.abs().max() == 0 and grad_hidden.abs().max() == 0
 
 
@@ -114,5 +135,7 @@ def test_compiles_without_a_graph_break():
 
 def test_operator_checks():
     hidden, head, targets, _ = inputs()
-    torch.library.opcheck(torch.ops.torchspec.token_logprobs.default,
-                          (hidden.requires_grad_(), head.requires_grad_(), targets, None, 1.0, 4, True, 1.0, 0.0, ""))
+    torch.library.opcheck(
+        torch.ops.torchspec.token_logprobs.default,
+        (hidden.requires_grad_(), head.requires_grad_(), targets, None, 1.0, 4, True, 1.0, 0.0, ""),
+    )

@@ -12,14 +12,16 @@ import torch
 from torchspec.losses.config import RLConfig
 from torchspec.losses.policy import PolicyCounts, advantages, policy_counts, policy_loss, policy_metrics
 
-# -- advantages -----------------------------------------------------------------------------------------------------------
+# -- advantages ----------------------------------------------------------------------------------------------
 
 
 def test_advantages_by_hand():
     rewards = torch.tensor([[1.0, 3.0], [0.0, 0.0]])
     adv, live = advantages(rewards, "group_std")
     assert live.tolist() == [True, False]
-    torch.testing.assert_close(adv, torch.tensor([[-1.0, 1.0], [0, 0]]) / math.sqrt(2))  # sample std of (1, 3) is sqrt(2)
+    torch.testing.assert_close(
+        adv, torch.tensor([[-1.0, 1.0], [0, 0]]) / math.sqrt(2)
+    )  # sample std of (1, 3) is sqrt(2)
     assert advantages(rewards, "group_mean")[0].tolist() == [[-1, 1], [0, 0]]
     assert advantages(rewards, "leave_one_out")[0].tolist() == [[-2, 2], [0, 0]]
     assert advantages(torch.tensor([[0.0, 3.0, 6.0]]), "leave_one_out")[0].tolist() == [[-4.5, 0, 4.5]]
@@ -27,7 +29,9 @@ def test_advantages_by_hand():
 
 @pytest.mark.parametrize("kind", ["group_std", "group_mean", "leave_one_out"])
 def test_invalid_samples_are_left_out(kind):
-    rewards = torch.tensor([[1.0, 9.0, 2.0, 4.0], [1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0], [3.0, 1.0, 3.0, 3.0]])
+    rewards = torch.tensor(
+        [[1.0, 9.0, 2.0, 4.0], [1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0], [3.0, 1.0, 3.0, 3.0]]
+    )
     valid = torch.tensor([[1, 0, 1, 1], [0, 0, 1, 0], [0, 0, 0, 0], [1, 0, 1, 1]], dtype=torch.bool)
     adv, live = advantages(rewards, kind, valid)
     assert live.tolist() == [True, False, False, False]
@@ -52,7 +56,7 @@ def test_advantages_refuse_what_makes_no_sense():
         advantages(torch.zeros(1, 2), "best_of")
 
 
-# -- the loss -------------------------------------------------------------------------------------------------------------
+# -- the loss ------------------------------------------------------------------------------------------------
 
 
 def batch(lengths=(5, 3, 7, 1, 4)):
@@ -67,8 +71,15 @@ def batch(lengths=(5, 3, 7, 1, 4)):
     adv = torch.randn(len(lengths), generator=g, dtype=torch.float64)[seq]
     for x in (new, old, engine, ref):
         x[~mask] = float("nan")
-    return {"logp_new_T": new, "logp_old_T": old, "logp_engine_T": engine, "adv_T": adv, "mask_T": mask, "seq_ids_T": seq,
-            "ref_logp_T": ref}
+    return {
+        "logp_new_T": new,
+        "logp_old_T": old,
+        "logp_engine_T": engine,
+        "adv_T": adv,
+        "mask_T": mask,
+        "seq_ids_T": seq,
+        "ref_logp_T": ref,
+    }
 
 
 def by_the_loop(b, rl, counts):
@@ -91,21 +102,37 @@ def by_the_loop(b, rl, counts):
         tokens = -w * torch.minimum(ratio * a, ratio.clamp(1 - rl.clip_low, 1 + rl.clip_high) * a)
         back = b["ref_logp_T"][at] - new[at]
         tokens = tokens + rl.kl_coef * (back.exp() - back - 1)
-        scale = {"token": 1 / counts.tokens, "sequence": 1 / len(at) / counts.sequences,
-                 "constant": 1 / counts.sequences / max(rl.loss_norm_constant, 1)}[rl.loss_norm]
+        scale = {
+            "token": 1 / counts.tokens,
+            "sequence": 1 / len(at) / counts.sequences,
+            "constant": 1 / counts.sequences / max(rl.loss_norm_constant, 1),
+        }[rl.loss_norm]
         loss = loss + tokens.sum() * scale
     loss.backward()
     return loss.detach(), torch.nan_to_num(new.grad)
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("norm, ratio", [*itertools.product(["token", "sequence", "constant"], ["token", "sequence"])])
-@pytest.mark.parametrize("tis_cap, mode, level", [(0, "truncate", "token"),
-                                                  *((1.3, m, x) for m in ("truncate", "mask") for x in ("token", "sequence"))])
+@pytest.mark.parametrize(
+    "norm, ratio", [*itertools.product(["token", "sequence", "constant"], ["token", "sequence"])]
+)
+@pytest.mark.parametrize(
+    "tis_cap, mode, level",
+    [(0, "truncate", "token"), *((1.3, m, x) for m in ("truncate", "mask") for x in ("token", "sequence"))],
+)
 @pytest.mark.parametrize("kl_coef", [0.0, 0.3])
 def test_equal_to_the_loop(norm, ratio, tis_cap, mode, level, kl_coef):
-    rl = RLConfig(loss_norm=norm, loss_norm_constant=11, ratio=ratio, tis_cap=tis_cap, tis_mode=mode, tis_level=level,
-                  kl_coef=kl_coef, clip_low=0.15, clip_high=0.28)
+    rl = RLConfig(
+        loss_norm=norm,
+        loss_norm_constant=11,
+        ratio=ratio,
+        tis_cap=tis_cap,
+        tis_mode=mode,
+        tis_level=level,
+        kl_coef=kl_coef,
+        clip_low=0.15,
+        clip_high=0.28,
+    )
     b = batch()
     counts = PolicyCounts(40.0, 9.0)
     new = b["logp_new_T"].clone().requires_grad_()
@@ -140,7 +167,9 @@ def test_one_update_on_policy_is_the_plain_gradient():
     """old = new and engine = old: ratio 1, nothing clipped, gradient -A / tokens."""
     b = batch()
     new = b["logp_new_T"].clone().requires_grad_()
-    out = policy_loss(new, new, new.detach(), b["adv_T"], b["mask_T"], b["seq_ids_T"], RLConfig(), PolicyCounts(20, 5))
+    out = policy_loss(
+        new, new, new.detach(), b["adv_T"], b["mask_T"], b["seq_ids_T"], RLConfig(), PolicyCounts(20, 5)
+    )
     out.loss.backward()
     torch.testing.assert_close(new.grad, torch.where(b["mask_T"], -b["adv_T"] / 20, 0.0))
     metrics = policy_metrics(out.sums, out.maxima)
@@ -154,8 +183,17 @@ def test_metrics_by_hand():
     old = torch.full((5,), -2.0)
     engine = old - torch.log(torch.tensor([1.0, 3.0, 1.0, 1.0, 0.5]))
     adv = torch.tensor([1.0, -1.0, 1.0, -1.0, 0.0])
-    out = policy_loss(new, old, engine, adv, torch.ones(5), torch.zeros(5, dtype=torch.int64), RLConfig(),
-                      PolicyCounts(5, 1), entropy_T=torch.arange(5.0))
+    out = policy_loss(
+        new,
+        old,
+        engine,
+        adv,
+        torch.ones(5),
+        torch.zeros(5, dtype=torch.int64),
+        RLConfig(),
+        PolicyCounts(5, 1),
+        entropy_T=torch.arange(5.0),
+    )
     metrics = policy_metrics(out.sums, out.maxima)
     assert metrics["policy/clip_high_fraction"] == pytest.approx(1 / 5)  # ratio 1.5 with a positive advantage
     assert metrics["policy/clip_low_fraction"] == pytest.approx(1 / 5)  # ratio 0.5 with a negative one
@@ -175,7 +213,9 @@ def test_far_off_policy_stays_finite():
     b["logp_engine_T"] = b["logp_engine_T"] - 1500
     new = b["logp_new_T"].clone().requires_grad_()
     for level in ("token", "sequence"):
-        out = policy_loss(**{**b, "logp_new_T": new}, rl=RLConfig(tis_level=level, kl_coef=0.1), counts=PolicyCounts(20, 5))
+        out = policy_loss(
+            **{**b, "logp_new_T": new}, rl=RLConfig(tis_level=level, kl_coef=0.1), counts=PolicyCounts(20, 5)
+        )
         out.loss.backward()
         assert torch.isfinite(out.loss) and torch.isfinite(new.grad).all()
         assert all(math.isfinite(v) for v in policy_metrics(out.sums, out.maxima).values())
@@ -184,7 +224,16 @@ def test_far_off_policy_stays_finite():
 def test_no_trained_token_keeps_the_graph():
     new = torch.randn(3, requires_grad=True)
     zeros = torch.zeros(3)
-    out = policy_loss(new, new, zeros, zeros, zeros.bool(), torch.zeros(3, dtype=torch.int64), RLConfig(), PolicyCounts(0, 0))
+    out = policy_loss(
+        new,
+        new,
+        zeros,
+        zeros,
+        zeros.bool(),
+        torch.zeros(3, dtype=torch.int64),
+        RLConfig(),
+        PolicyCounts(0, 0),
+    )
     out.loss.backward()
     assert out.loss == 0 and new.grad.abs().max() == 0
 

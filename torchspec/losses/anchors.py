@@ -2,8 +2,9 @@
 
 Legend: T local rows, R rows of the teacher's table, K passes, E hidden, V policy vocabulary.
 
-Row t at pass k predicts x[t+2+k] and is taught by the policy's row t+1+k; it counts where x[t+2+k] is a trained token of
-the same document. Seen from the teacher (anchors_KR, -1 = nobody), for one document of six tokens, all trained:
+Row t at pass k predicts x[t+2+k] and is taught by the policy's row t+1+k; it counts where x[t+2+k] is a
+trained token of the same document. Seen from the teacher (anchors_KR, -1 = nobody), for one document of six
+tokens, all trained:
 
     teacher row r        0   1   2   3   4   5
     pass 0 teaches      -1   0   1   2   3  -1      (row 5 would predict a token after the end)
@@ -16,11 +17,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchspec.losses.logits import LogitTransform, VocabComm, accumulate_dtype, chunk_logits, finite_bias, row_max
+from torchspec.losses.logits import (
+    LogitTransform,
+    VocabComm,
+    accumulate_dtype,
+    chunk_logits,
+    finite_bias,
+    row_max,
+)
 
 
 def _sources(layout, mask_T: Tensor, num_passes: int, rows_T: Tensor) -> Tensor:
-    """[K, T]: for each pass and student row, the value of ``rows_T`` (> 0) at its teacher row; 0 where it has none."""
+    """[K, T]: for each pass and student row, the value of ``rows_T`` (> 0) at its teacher row; 0 where it has
+    none.
+    """
     mask_T = mask_T.to(torch.int64)
     sources = [layout.shift(rows_T, 1 + k) * (layout.shift(mask_T, 2 + k) != 0) for k in range(num_passes)]
     return torch.stack(sources)
@@ -30,18 +40,21 @@ def teacher_anchors(layout, mask_T: Tensor, num_passes: int) -> Tensor:
     """anchors_KR for a teacher table that is exactly this rank's own rows (R = T).
 
     Args:
-        layout: the pack's layout, one rank (``cp_size == 1``); under context parallelism use ``teacher_table``.
+        layout: the pack's layout, one rank (``cp_size == 1``); under context parallelism use
+            ``teacher_table``.
         mask_T: mask_T[t] says whether x[t] is a trained token (the predicted token, not the predicting row).
         num_passes: K.
     Returns:
         int64 [K, T]; -1 where a teacher row teaches nobody.
     """
     if layout.cp_size != 1:
-        raise ValueError("teacher_anchors needs every teacher row on this rank; with context parallelism use teacher_table.")
+        raise ValueError(
+            "teacher_anchors needs all rows on this rank; under context parallelism use teacher_table."
+        )
     rows = mask_T.shape[0]
     row_T = torch.arange(rows, device=mask_T.device)
-    # Row ids are shifted as id + 1, since a shift past the document's end gives 0. Rows without a teacher are written to
-    # a spare column.
+    # Row ids are shifted as id + 1, since a shift past the document's end gives 0. Rows without a teacher are
+    # written to a spare column.
     source_KT = _sources(layout, mask_T, num_passes, row_T + 1)
     column_KT = torch.where(source_KT > 0, source_KT - 1, rows)
     anchors = torch.full((num_passes, rows + 1), -1, dtype=torch.int64, device=mask_T.device)
@@ -54,9 +67,9 @@ def teacher_table(layout, hidden_TE: Tensor, mask_T: Tensor, num_passes: int) ->
 
     ``hidden_TE`` may be any per-row tensor, [T, ...]: token ids too get a table with the same rows.
 
-    A document's chunk needs up to K policy rows past its end, which under context parallelism live on another rank; they
-    arrive by ``layout.shift`` and are appended once, whichever passes use them. Every student row is taught on its own
-    rank, so the sums of all ranks add up to the single-rank sums.
+    A document's chunk needs up to K policy rows past its end, which under context parallelism live on another
+    rank; they arrive by ``layout.shift`` and are appended once, whichever passes use them. Every student row
+    is taught on its own rank, so the sums of all ranks add up to the single-rank sums.
     """
     rows = hidden_TE.shape[0]
     if layout.cp_size == 1:
@@ -68,7 +81,9 @@ def teacher_table(layout, hidden_TE: Tensor, mask_T: Tensor, num_passes: int) ->
     column_of[global_T] = torch.arange(rows, device=hidden_TE.device)
     tables, total = [hidden_TE.detach()], rows
     for k in range(num_passes):
-        shifted_TE = layout.shift(hidden_TE.detach(), 1 + k)  # every rank takes part, also one that needs nothing
+        shifted_TE = layout.shift(
+            hidden_TE.detach(), 1 + k
+        )  # every rank takes part, also one that needs nothing
         wanted = (source_KT[k] >= 0) & (column_of[source_KT[k].clamp_min(0)] < 0)
         at = wanted.nonzero().squeeze(1)
         column_of[source_KT[k][at]] = total + torch.arange(at.numel(), device=at.device)
@@ -82,7 +97,9 @@ def teacher_table(layout, hidden_TE: Tensor, mask_T: Tensor, num_passes: int) ->
 
 
 def draft_index_of_target(d2t: Tensor, vocab_size: int) -> Tensor:
-    """[V] int64: draft id of each policy token, -1 for those outside the draft's vocabulary (target = i + d2t[i])."""
+    """[V] int64: draft id of each policy token, -1 for those outside the draft's vocabulary (target = i +
+    d2t[i]).
+    """
     index = torch.full((vocab_size,), -1, dtype=torch.int64, device=d2t.device)
     ids = torch.arange(d2t.numel(), device=d2t.device)
     index[ids + d2t] = ids
@@ -103,8 +120,9 @@ def gate_anchors(
 ) -> Tensor:
     """Anchors without the rows that a gate drops, so that they can be counted before the sweep.
 
-    With ``target_ids_R`` (hard cross-entropy) a row stays where that token is in the draft's vocabulary. Without, a row
-    stays where the policy's most likely token is (the position gate): one more pass of the policy's head over the rows.
+    With ``target_ids_R`` (hard cross-entropy) a row stays where that token is in the draft's vocabulary.
+    Without, a row stays where the policy's most likely token is (the position gate): one more pass of the
+    policy's head over the rows.
     """
     if d2t is None:
         return anchors_KR

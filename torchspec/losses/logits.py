@@ -1,9 +1,10 @@
 """From hidden rows to logits, one chunk of rows at a time: what the policy's and the draft's losses share.
 
-Legend: n rows of a chunk, b rows of a block inside it, E hidden, V vocabulary (this rank's slice of it under TP).
+Legend: n rows of a chunk, b rows of a block inside it, E hidden, V vocabulary (this rank's slice under TP).
 
-The vocabulary may be split over the ranks of a tensor-parallel group: each rank holds a contiguous slice of the head's
-rows and all ranks hold the same hidden rows. A softmax then needs two reductions per chunk, the maximum and the sum.
+The vocabulary may be split over the ranks of a tensor-parallel group: each rank holds a contiguous slice of
+the head's rows and all ranks hold the same hidden rows. A softmax then needs two reductions per chunk, the
+maximum and the sum.
 """
 
 from __future__ import annotations
@@ -17,19 +18,21 @@ from torch import Tensor
 # Process groups by name. Operators take strings, not group objects, so a caller registers its group once.
 _GROUPS: dict[str, dist.ProcessGroup] = {}
 
-# Element-wise work runs on blocks of about this many elements, so that a block stays in a CPU core's cache between the
-# handful of operations that touch it.
+# Element-wise work runs on blocks of about this many elements, so that a block stays in a CPU core's cache
+# between the handful of operations that touch it.
 BLOCK_ELEMENTS = 512 * 1024
 
 _GROUP = 64
 
-# Stands for a logit of minus infinity: its probability is exactly 0 beside any real logit, yet its logarithm, which the
-# reverse KL needs, is finite and leaves room for gradients in fp32.
+# Stands for a logit of minus infinity: its probability is exactly 0 beside any real logit, yet its logarithm,
+# which the reverse KL needs, is finite and leaves room for gradients in fp32.
 SWITCHED_OFF = -1e6
 
 
 class LogitTransform(NamedTuple):
-    """What a model does between its last hidden state and its softmax: ``cap * tanh(scale * (h W^T + bias) / cap)``."""
+    """What a model does between its last hidden state and its softmax: ``cap * tanh(scale * (h W^T + bias) /
+    cap)``.
+    """
 
     scale: float = 1.0
     """Factor on the logits (Cohere's logit_scale; 1 / Granite's logits_scaling)."""
@@ -70,7 +73,9 @@ class VocabComm:
         if not group_name:
             return
         if group_name not in _GROUPS:
-            raise ValueError(f"Vocabulary group {group_name!r} is unknown here; pass what register_vocab_group returned.")
+            raise ValueError(
+                f"Vocabulary group {group_name!r} is unknown here; pass what register_vocab_group returned."
+            )
         self.group = _GROUPS[group_name]
         rank, world = dist.get_rank(self.group), dist.get_world_size(self.group)
         sizes = torch.zeros(world, len(shard_sizes), dtype=torch.int64, device=device)
@@ -121,14 +126,18 @@ class VocabComm:
 
 
 def finite_bias(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """The bias in the dtype of the logits, minus infinity replaced by ``SWITCHED_OFF``: 0 * -inf would be NaN."""
+    """The bias in the dtype of the logits, minus infinity replaced by ``SWITCHED_OFF``: 0 * -inf would be
+    NaN.
+    """
     if bias is None:
         return None
     return bias.detach().to(dtype).clamp_min(SWITCHED_OFF)
 
 
 def chunk_logits(hidden_nE: Tensor, head_VE: Tensor, transform: LogitTransform, out_nV: Tensor) -> Tensor:
-    """Transformed logits of a chunk in ``out_nV`` (fp32, or fp64 for fp64 inputs); hidden and head share a dtype."""
+    """Transformed logits of a chunk in ``out_nV`` (fp32, or fp64 for fp64 inputs); hidden and head share a
+    dtype.
+    """
     if hidden_nE.dtype == out_nV.dtype:
         torch.mm(hidden_nE, head_VE.t(), out=out_nV)
     else:
@@ -143,7 +152,9 @@ def chunk_logits(hidden_nE: Tensor, head_VE: Tensor, transform: LogitTransform, 
 
 
 def softcap_gradient_(grad_nV: Tensor, capped_nV: Tensor, softcap: float) -> Tensor:
-    """Multiply in place by d cap*tanh(z/cap) / dz, told from the capped logits; ``capped_nV`` is overwritten."""
+    """Multiply in place by d cap*tanh(z/cap) / dz, told from the capped logits; ``capped_nV`` is
+    overwritten.
+    """
     return grad_nV.mul_(capped_nV.div_(softcap).square_().neg_().add_(1))
 
 
@@ -160,7 +171,8 @@ def row_max(x_nV: Tensor) -> tuple[Tensor, Tensor]:
     groups = width // _GROUP
     if x_nV.device.type != "cpu" or groups < 2:
         return x_nV.max(-1)
-    # On a CPU a maximum with its index costs five times one without: take the maxima of groups, then look inside one.
+    # On a CPU a maximum with its index costs five times one without: take the maxima of groups, then look
+    # inside one.
     grouped = x_nV[:, : groups * _GROUP].unflatten(1, (groups, _GROUP))
     value, group = grouped.amax(2).max(-1)
     index = group * _GROUP + grouped[torch.arange(rows), group].argmax(-1)

@@ -2,8 +2,9 @@
 
 Legend: T rows, n rows of a chunk, E hidden, V vocabulary (this rank's slice of the head under TP).
 
-The forward keeps one number a row (the log-sum-exp); the backward makes each chunk's logits again. No [T, V] tensor
-exists in either. Two operators, ``torchspec::token_logprobs`` and its backward, that ``torch.compile`` does not look into.
+The forward keeps one number a row (the log-sum-exp); the backward makes each chunk's logits again. No [T, V]
+tensor exists in either. Two operators, ``torchspec::token_logprobs`` and its backward, that ``torch.compile``
+does not look into.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from torchspec.losses.logits import (
     finite_bias,
     row_amax,
     row_dot,
-    softcap_gradient_,
 )
 
 
@@ -38,27 +38,43 @@ def token_logprobs(
     """log softmax(logits / temperature)[target] of each row, and the entropy of that distribution.
 
     Args:
-        hidden_TE: final-normed rows (input of the head). The products run in its dtype, the softmax in fp32 (fp64 for fp64).
+        hidden_TE: final-normed rows (input of the head). The products run in its dtype, the softmax in fp32
+            (fp64 for fp64).
         head_VE: the head; cast to the dtype of ``hidden_TE``. Its gradient is summed over chunks in fp32.
-        targets_T: int64 next-token ids; -1 marks a row that is not wanted: it costs nothing, and gives 0 and no gradient.
+        targets_T: int64 next-token ids; -1 marks a row that is not wanted: it costs nothing, and gives 0 and
+            no gradient.
         temperature: above 0.
         need_entropy: False spares an exponential where the entropy is not read; it is then zeros.
         transform: softcap, scale and bias of the policy's head; the bias gets no gradient here.
-        vocab_group: name from ``register_vocab_group`` when the head is split by rows over that group. The gradient of
-            the hidden rows is then already summed over the group.
+        vocab_group: name from ``register_vocab_group`` when the head is split by rows over that group. The
+            gradient of the hidden rows is then already summed over the group.
     Returns: (logp_T, entropy_T), fp32 or fp64; the entropy is detached.
     Raises: ValueError for a temperature of 0, shapes that do not fit or a target outside the vocabulary.
     """
     if temperature <= 0:
-        raise ValueError(f"token_logprobs needs a temperature above 0, got {temperature}; greedy sampling has no gradient.")
+        raise ValueError(
+            f"token_logprobs needs a temperature above 0, got {temperature}; greedy sampling has no gradient."
+        )
     if hidden_TE.shape[1] != head_VE.shape[1] or targets_T.shape != hidden_TE.shape[:1]:
-        raise ValueError(f"Shapes do not fit: hidden {tuple(hidden_TE.shape)}, head {tuple(head_VE.shape)}, targets "
-                         f"{tuple(targets_T.shape)}; need [T, E], [V, E], [T].")
+        raise ValueError(
+            f"Shapes do not fit: hidden {tuple(hidden_TE.shape)}, head {tuple(head_VE.shape)}, targets "
+            f"{tuple(targets_T.shape)}; need [T, E], [V, E], [T]."
+        )
     t = transform or LogitTransform()
     if t.bias is not None and t.bias.requires_grad:
         raise ValueError("A trainable bias of the policy's head is not supported; freeze it.")
-    logp, entropy, _ = _forward(hidden_TE, head_VE, targets_T, t.bias, float(temperature), chunk_rows, need_entropy,
-                                float(t.scale), float(t.softcap), vocab_group)
+    logp, entropy, _ = _forward(
+        hidden_TE,
+        head_VE,
+        targets_T,
+        t.bias,
+        float(temperature),
+        chunk_rows,
+        need_entropy,
+        float(t.scale),
+        float(t.softcap),
+        vocab_group,
+    )
     return logp, entropy.detach()
 
 
@@ -73,28 +89,47 @@ class _Head:
         self.comm = VocabComm(vocab_group, [head.shape[0], head.shape[0]], hidden.device)
         rows = (targets >= 0).nonzero().squeeze(1)
         if rows.numel() and int(targets.max()) >= self.comm.totals[0]:
-            raise ValueError(f"Target {int(targets.max())} is outside the vocabulary of {self.comm.totals[0]}.")
+            raise ValueError(
+                f"Target {int(targets.max())} is outside the vocabulary of {self.comm.totals[0]}."
+            )
         n = max(1, min(chunk_rows, rows.numel()))
         self.buffer = torch.empty(n, head.shape[0], dtype=self.dtype, device=hidden.device)
         self.chunks = rows.split(n) if rows.numel() else ()
 
     def blocks(self):
-        """(rows_b, logits_bV / temperature), the logits free to be overwritten; a whole chunk is ready at its first block."""
+        """(rows_b, logits_bV / temperature), the logits free to be overwritten; a whole chunk is ready at its
+        first block.
+        """
         for rows in self.chunks:
             z = chunk_logits(self.hidden[rows], self.head, self.transform, self.buffer[: rows.numel()])
             step = block_rows(z.shape[1], z.shape[0], z.device, self.comm.split)
             for start in range(0, rows.numel(), step):
-                block = z[start:start + step]
-                yield rows[start:start + step], block if self.temperature == 1.0 else block.div_(self.temperature)
+                block = z[start : start + step]
+                yield (
+                    rows[start : start + step],
+                    block if self.temperature == 1.0 else block.div_(self.temperature),
+                )
 
 
 @torch.library.custom_op("torchspec::token_logprobs", mutates_args=())
-def _forward(hidden: Tensor, head: Tensor, targets: Tensor, bias: Tensor | None, temperature: float, chunk_rows: int,
-             need_entropy: bool, scale: float, softcap: float, vocab_group: str) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(
+    hidden: Tensor,
+    head: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    temperature: float,
+    chunk_rows: int,
+    need_entropy: bool,
+    scale: float,
+    softcap: float,
+    vocab_group: str,
+) -> tuple[Tensor, Tensor, Tensor]:
     """(logp_T, entropy_T, lse_T)"""
     work = _Head(hidden, head, targets, bias, temperature, chunk_rows, scale, softcap, vocab_group)
     comm = work.comm
-    logp, entropy, lse = (torch.zeros(targets.shape[0], dtype=work.dtype, device=hidden.device) for _ in range(3))
+    logp, entropy, lse = (
+        torch.zeros(targets.shape[0], dtype=work.dtype, device=hidden.device) for _ in range(3)
+    )
     for rows, y in work.blocks():
         picked = comm.pick(y, torch.arange(rows.numel(), device=rows.device), targets[rows], head=0)
         top = comm.max(row_amax(y))
@@ -117,9 +152,21 @@ def _(hidden, head, targets, bias, temperature, chunk_rows, need_entropy, scale,
 
 
 @torch.library.custom_op("torchspec::token_logprobs_backward", mutates_args=())
-def _backward(grad: Tensor, hidden: Tensor, head: Tensor, targets: Tensor, lse: Tensor, bias: Tensor | None,
-              temperature: float, chunk_rows: int, scale: float, softcap: float, vocab_group: str,
-              need_hidden: bool, need_head: bool) -> tuple[Tensor, Tensor]:
+def _backward(
+    grad: Tensor,
+    hidden: Tensor,
+    head: Tensor,
+    targets: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    temperature: float,
+    chunk_rows: int,
+    scale: float,
+    softcap: float,
+    vocab_group: str,
+    need_hidden: bool,
+    need_head: bool,
+) -> tuple[Tensor, Tensor]:
     """(grad_hidden_TE or [0, E], grad_head_VE or [0, E])"""
     work = _Head(hidden, head, targets, bias, temperature, chunk_rows, scale, softcap, vocab_group)
     comm, dtype, offset = work.comm, work.dtype, work.comm.offsets[0]
@@ -130,7 +177,7 @@ def _backward(grad: Tensor, hidden: Tensor, head: Tensor, targets: Tensor, lse: 
         z = chunk_logits(h, work.head, work.transform, work.buffer[: rows.numel()])
         step = block_rows(z.shape[1], z.shape[0], z.device, comm.split)
         for start in range(0, rows.numel(), step):
-            y, r = z[start:start + step], rows[start:start + step]
+            y, r = z[start : start + step], rows[start : start + step]
             slope = 1 - (y / softcap).square() if softcap else None
             # d logp / dz = (onehot - softmax) / temperature, times what came in for the row.
             y.div_(temperature).sub_(lse[r][:, None]).exp_()
@@ -154,9 +201,25 @@ def _backward(grad: Tensor, hidden: Tensor, head: Tensor, targets: Tensor, lse: 
 
 
 @_backward.register_fake
-def _(grad, hidden, head, targets, lse, bias, temperature, chunk_rows, scale, softcap, vocab_group, need_hidden, need_head):
-    return (torch.empty_like(hidden) if need_hidden else hidden.new_empty(0, hidden.shape[1]),
-            torch.empty_like(head) if need_head else head.new_empty(0, head.shape[1]))
+def _(
+    grad,
+    hidden,
+    head,
+    targets,
+    lse,
+    bias,
+    temperature,
+    chunk_rows,
+    scale,
+    softcap,
+    vocab_group,
+    need_hidden,
+    need_head,
+):
+    return (
+        torch.empty_like(hidden) if need_hidden else hidden.new_empty(0, hidden.shape[1]),
+        torch.empty_like(head) if need_head else head.new_empty(0, head.shape[1]),
+    )
 
 
 def _setup(ctx, inputs, output):
@@ -171,7 +234,9 @@ def _autograd(ctx, grad_logp, _grad_entropy, _grad_lse):
     if grad_logp is None:
         return (None,) * 10
     hidden, head, targets, lse, bias = ctx.saved_tensors
-    grad_hidden, grad_head = _backward(grad_logp.contiguous(), hidden, head, targets, lse, bias, *ctx.options, *ctx.need)
+    grad_hidden, grad_head = _backward(
+        grad_logp.contiguous(), hidden, head, targets, lse, bias, *ctx.options, *ctx.need
+    )
     return (grad_hidden if ctx.need[0] else None, grad_head if ctx.need[1] else None) + (None,) * 8
 
 

@@ -1,19 +1,24 @@
 """What a draft is asked to minimise at one row: value and gradient with respect to its logits, by hand.
 
-Legend: b rows of a block, D draft vocabulary (this rank's slice under TP); y = logits / temperature, p and q the
-teacher's and the student's probabilities over the draft vocabulary, alpha = sum_v min(p_v, q_v) their overlap, which is
-the acceptance rate of speculative sampling.
+Legend: b rows of a block, D draft vocabulary (this rank's slice under TP); y = logits / temperature, p and q
+the teacher's and the student's probabilities over the draft vocabulary, alpha = sum_v min(p_v, q_v) their
+overlap, which is the acceptance rate of speculative sampling; m = (p + q) / 2.
 
-    forward_kl   soft cross-entropy -sum p log q (forward KL plus the teacher's entropy, a constant)    dy = q - p
-    reverse_kl   KL(q || p)                                                  dy = q (log q - log p - L)
-    jsd          (KL(p || m) + KL(q || m)) / 2, m = (p + q) / 2              dy = q (s - sum q s), s = log(q / m) / 2
-    tv           1 - alpha = sum |p - q| / 2                                 dy = q (s - sum q s), s = sign(q - p) / 2
-    lk           -log alpha            ("LK losses", arXiv 2602.23881)       dy = dy(tv) / alpha
-    lk_hybrid    w KL(p || q) + (1 - w) tv, w = exp(-3 alpha) held constant  dy = w (q - p) + (1 - w) dy(tv)
-    hard_ce      -log q[token that follows in the text]                      dy = q - onehot
+    forward_kl   soft cross-entropy, -sum p log q           dy = q - p
+                 (forward KL plus the teacher's entropy, a constant)
+    reverse_kl   KL(q || p)                                 dy = q (log q - log p - value)
+    jsd          (KL(p || m) + KL(q || m)) / 2              dy = q (s - sum q s), s = log(q / m) / 2
+    tv           1 - alpha = sum |p - q| / 2                dy = q (s - sum q s), s = sign(q - p) / 2
+    lk           -log alpha                                 dy = dy(tv) / alpha
+    lk_hybrid    w KL(p || q) + (1 - w) tv                  dy = w (q - p) + (1 - w) dy(tv)
+                 w = exp(-3 alpha) held constant
+    hard_ce      -log q[token that follows in the text]     dy = q - onehot
 
-Each function takes y (overwritten with dy) and the teacher's block and returns the values, [b]. Gradients are those with
-respect to y; the caller divides by the temperature.
+The two called lk are the "LK losses" of arXiv 2602.23881. A new objective is one function below, its line in
+``OBJECTIVES``, its form in ``teacher_form`` and its definition in the tests' dense oracle.
+
+Each function takes y (overwritten with dy) and the teacher's block and returns the values, [b]. Gradients are
+those with respect to y; the caller divides by the temperature.
 """
 
 from __future__ import annotations
@@ -135,7 +140,9 @@ def lk_hybrid(y_bD: Tensor, logp_bD: Tensor, top_b: Tensor, comm: VocabComm) -> 
 
 
 def hard_ce(y_bD: Tensor, target_b: Tensor, top_b: Tensor, comm: VocabComm) -> Tensor:
-    """``target_b`` holds global draft ids, -1 where the token has none: such rows give value 0 and gradient 0."""
+    """``target_b`` holds global draft ids, -1 where the token has none: such rows give value 0 and gradient
+    0.
+    """
     inside_b = target_b >= 0
     target_b = target_b.clamp_min(0)
     picked_b = comm.pick(y_bD, torch.arange(target_b.numel(), device=target_b.device), target_b, head=1)

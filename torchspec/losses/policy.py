@@ -2,11 +2,12 @@
 
 Legend: T tokens of a pack, P groups (prompts), S samples of a group.
 
-The old log-probabilities of the ratio are the trainer's own. What the engine reports differs a little from them; that
-mismatch is corrected by a weight of its own (truncated importance sampling), never inside the clipped ratio.
+The old log-probabilities of the ratio are the trainer's own. What the engine reports differs a little from
+them; that mismatch is corrected by a weight of its own (truncated importance sampling), never inside the
+clipped ratio.
 
-A microbatch holds whole sequences, so every sum below can be added over microbatches and ranks; the normaliser counts the
-whole optimizer step and is passed in. Gradients of all microbatches then simply add up.
+A microbatch holds whole sequences, so every sum below can be added over microbatches and ranks; the
+normaliser counts the whole optimizer step and is passed in. Gradients of all microbatches then simply add up.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ def advantages(rewards_PS: Tensor, kind: str, valid_PS: Tensor | None = None) ->
 
     Args:
         rewards_PS: float rewards; fp64 is used inside.
-        kind: "group_std" (r - mean) / std with the sample standard deviation (n - 1), "group_mean" r - mean, or
-            "leave_one_out" r - mean of the others.
+        kind: "group_std" (r - mean) / std with the sample standard deviation (n - 1), "group_mean" r - mean,
+            or "leave_one_out" r - mean of the others.
         valid_PS: bool; samples that may be compared (a masked truncated response may not). None: all.
     Returns:
-        (adv_PS fp32, live_P bool). A group is dead, its advantages 0, when fewer than two samples are valid or all
-        valid rewards agree to within rounding.
+        (adv_PS fp32, live_P bool). A group is dead, its advantages 0, when fewer than two samples are valid
+        or all valid rewards agree to within rounding.
     Raises:
         ValueError: a reward of a valid sample that is not finite, or an unknown kind.
     """
@@ -58,15 +59,17 @@ def advantages(rewards_PS: Tensor, kind: str, valid_PS: Tensor | None = None) ->
     bad = valid & ~torch.isfinite(rewards_PS)
     if bad.any():
         group, sample = bad.nonzero()[0].tolist()
-        raise ValueError(f"The reward of sample {sample} in group {group} is {rewards_PS[group, sample].item()}; "
-                         "a scorer must return finite numbers.")
+        raise ValueError(
+            f"The reward of sample {sample} in group {group} is {rewards_PS[group, sample].item()}; "
+            "a scorer must return finite numbers."
+        )
     r = torch.where(valid, rewards_PS.double(), 0.0)
     n = valid.sum(1, keepdim=True)
     mean = r.sum(1, keepdim=True) / n.clamp_min(1)
     centred = torch.where(valid, r - mean, 0.0)
-    spread = (torch.where(valid, r, -torch.inf).amax(1) - torch.where(valid, r, torch.inf).amin(1))
-    # Equal rewards that were computed along different ways differ by rounding (fp32 at worst); a std of 1e-8 would blow
-    # them up to advantages of 1.
+    spread = torch.where(valid, r, -torch.inf).amax(1) - torch.where(valid, r, torch.inf).amin(1)
+    # Equal rewards that were computed along different ways differ by rounding (fp32 at worst); a std of 1e-8
+    # would blow them up to advantages of 1.
     live = (n[:, 0] >= 2) & (spread > 1e-6 * r.abs().amax(1).clamp_min(1e-6))
     if kind == "group_std":
         std = (centred.square().sum(1, keepdim=True) / (n - 1).clamp_min(1)).sqrt()
@@ -76,14 +79,20 @@ def advantages(rewards_PS: Tensor, kind: str, valid_PS: Tensor | None = None) ->
     elif kind == "leave_one_out":
         adv = centred * n / (n - 1).clamp_min(1)
     else:
-        raise ValueError(f"Advantage kind {kind!r} is unknown; choose group_std, group_mean or leave_one_out.")
+        raise ValueError(
+            f"Advantage kind {kind!r} is unknown; choose group_std, group_mean or leave_one_out."
+        )
     return torch.where(live[:, None], adv, 0.0).float(), live
 
 
 def policy_counts(mask_T: Tensor, seq_ids_T: Tensor) -> Tensor:
-    """[2] fp64: trained tokens and sequences with one, of this microbatch. Sum over microbatches and ranks."""
+    """[2] fp64: trained tokens and sequences with one, of this microbatch. Sum over microbatches and
+    ranks.
+    """
     mask = mask_T.bool()
-    per_seq = torch.zeros(mask.numel() + 1, device=mask.device).index_add_(0, _local_ids(seq_ids_T, mask), mask.float())
+    per_seq = torch.zeros(mask.numel() + 1, device=mask.device).index_add_(
+        0, _local_ids(seq_ids_T, mask), mask.float()
+    )
     return torch.stack([mask.sum().double(), (per_seq > 0).sum().double()])
 
 
@@ -93,7 +102,9 @@ def _local_ids(seq_ids_T: Tensor, mask_T: Tensor) -> Tensor:
 
 
 class _Segments:
-    """Sums over the sequences of a pack, without leaving the device: one slot per possible id, and a spare one."""
+    """Sums over the sequences of a pack, without leaving the device: one slot per possible id, and a spare
+    one.
+    """
 
     def __init__(self, seq_ids_T: Tensor, mask_T: Tensor, dtype: torch.dtype):
         self.ids = _local_ids(seq_ids_T, mask_T)
@@ -102,12 +113,16 @@ class _Segments:
 
     def expand_sum(self, x_T: Tensor) -> Tensor:
         """For every token, the sum of x over its sequence."""
-        sums = torch.zeros(self.ids.numel() + 1, dtype=self.dtype, device=x_T.device).index_add(0, self.ids, x_T)
+        sums = torch.zeros(self.ids.numel() + 1, dtype=self.dtype, device=x_T.device).index_add(
+            0, self.ids, x_T
+        )
         return sums[self.ids]
 
 
 def correction_weight(gap_T: Tensor, segments: _Segments, rl: RLConfig) -> tuple[Tensor, Tensor]:
-    """Engine-trainer correction: (w_T detached, clipped_T bool); gap = trainer's old minus engine's log-probability."""
+    """Engine-trainer correction: (w_T detached, clipped_T bool); gap = trainer's old minus engine's
+    log-probability.
+    """
     if rl.tis_cap <= 0:
         return torch.ones_like(gap_T), torch.zeros_like(gap_T, dtype=torch.bool)
     x_T = segments.expand_sum(gap_T) if rl.tis_level == "sequence" else gap_T
@@ -131,8 +146,10 @@ def _token_weight(segments: _Segments, mask_T: Tensor, rl: RLConfig, counts: Pol
     if rl.loss_norm != "constant":
         raise ValueError(f"rl.loss_norm is {rl.loss_norm!r}; choose token, sequence or constant.")
     if rl.loss_norm_constant <= 0:
-        raise ValueError("rl.loss_norm_constant is 0: put the number of tokens in (rollout's max_tokens is the usual one) "
-                         "before the loss is computed.")
+        raise ValueError(
+            "rl.loss_norm_constant is 0: put the number of tokens in (rollout's max_tokens is the usual one) "
+            "before the loss is computed."
+        )
     return one_T / (max(counts.sequences, 1) * rl.loss_norm_constant)
 
 
@@ -150,8 +167,8 @@ def policy_loss(
 ) -> PolicyLossOutput:
     """-w min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) + kl_coef k3, normalised over the whole step.
 
-    r = exp(new - old) per token, or per sequence its geometric mean exp(mean(new - old)) with the gradient through it
-    (GSPO). w is the engine-trainer correction, a constant. k3 = exp(ref - new) - (ref - new) - 1.
+    r = exp(new - old) per token, or per sequence its geometric mean exp(mean(new - old)) with the gradient
+    through it (GSPO). w is the engine-trainer correction, a constant. k3 = exp(ref - new) - (ref - new) - 1.
 
     Args:
         logp_new_T: fp32 log-probabilities with gradient. The other log-probabilities are detached here.
@@ -193,20 +210,31 @@ def policy_loss(
     loss = (per_token * token_weight).sum()
     sums, maxima = _policy_sums(mask, ratio, adv, w, tis_over, old, engine, rl)
     sums["kl"] = kl.detach().mul(mask).double().sum() if kl is not None else torch.zeros_like(sums["tokens"])
-    sums["entropy"] = (torch.where(mask, entropy_T.detach(), 0.0).double().sum() if entropy_T is not None
-                       else torch.zeros_like(sums["tokens"]))
+    sums["entropy"] = (
+        torch.where(mask, entropy_T.detach(), 0.0).double().sum()
+        if entropy_T is not None
+        else torch.zeros_like(sums["tokens"])
+    )
     sums["loss"] = loss.detach().double()
     return PolicyLossOutput(loss, sums, maxima)
 
 
 def _policy_sums(
-    mask: Tensor, ratio: Tensor, adv: Tensor, w: Tensor, tis_over: Tensor, old: Tensor, engine: Tensor, rl: RLConfig
+    mask: Tensor,
+    ratio: Tensor,
+    adv: Tensor,
+    w: Tensor,
+    tis_over: Tensor,
+    old: Tensor,
+    engine: Tensor,
+    rl: RLConfig,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     def total(x: Tensor) -> Tensor:
         return torch.where(mask, x.detach().double(), 0.0).sum()
 
     gap = old - engine
-    # Only where the clip cuts the gradient: the ratio has left the band on the side that the advantage pushes it to.
+    # Only where the clip cuts the gradient: the ratio has left the band on the side that the advantage pushes
+    # it to.
     low = (ratio < 1 - rl.clip_low) & (adv < 0)
     high = (ratio > 1 + rl.clip_high) & (adv > 0)
     sums = {
@@ -226,7 +254,9 @@ def _policy_sums(
 
 
 def policy_metrics(sums: dict[str, Tensor | float], maxima: dict[str, Tensor | float]) -> dict[str, float]:
-    """The step's metrics under their names in metrics.jsonl, from sums and maxima over all microbatches and ranks."""
+    """The step's metrics under their names in metrics.jsonl, from sums and maxima over all microbatches and
+    ranks.
+    """
     s = {name: float(value) for name, value in sums.items()}
     n = max(s["tokens"], 1.0)
     variance = s["advantage_square"] / n - (s["advantage"] / n) ** 2

@@ -1,7 +1,7 @@
-"""The operator behind ``distill_loss``: one sweep over chunks of teacher rows, gradients and metrics included.
+"""The operator behind ``distill_loss``: one sweep over chunks of teacher rows, with gradients and metrics.
 
-Legend: see ``distill.py``. "probs" and "log_probs" are over the draft's vocabulary; the sampling distribution, for the
-metrics, is over the policy's.
+Legend: see ``distill.py``. "probs" and "log_probs" are over the draft's vocabulary; the sampling
+distribution, for the metrics, is over the policy's.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ class NonFiniteTeacher(FloatingPointError):
 
     def __init__(self, rows: list[int], total: int):
         shown = ", ".join(str(row) for row in rows)
-        super().__init__(f"The policy's logits are NaN or infinite in {total} of the teacher rows, first in row {shown}; "
-                         "the draft cannot learn from them. Look for a NaN in the policy's weights or hidden states.")
+        super().__init__(
+            f"The policy's logits are NaN or infinite in {total} of the teacher rows, first in row {shown}; "
+            "the draft cannot learn from them. Look for a NaN in the policy's weights or hidden states."
+        )
         self.rows = rows
 
 
@@ -68,8 +70,18 @@ class _TeacherChunk(NamedTuple):
 
 
 class _Sweep:
-    def __init__(self, teacher_hidden, teacher_head, student_hidden, student_head, anchors, options: _Options,
-                 d2t, target_ids, vocab_group):
+    def __init__(
+        self,
+        teacher_hidden,
+        teacher_head,
+        student_hidden,
+        student_head,
+        anchors,
+        options: _Options,
+        d2t,
+        target_ids,
+        vocab_group,
+    ):
         self.options = options
         self.hidden_RE = teacher_hidden
         self.teacher_head = teacher_head.to(teacher_hidden.dtype)
@@ -81,29 +93,38 @@ class _Sweep:
         self.comm = VocabComm(vocab_group, [teacher_head.shape[0], student_head.shape[0]], self.device)
         self.form = teacher_form(options.objective)
         self._map_vocabulary(d2t, target_ids)
-        # The target can overwrite the logits when it has their shape and the metrics can be read from it: the same
-        # temperature, or greedy sampling, where acceptance is a comparison of tokens.
+        # The target can overwrite the logits when it has their shape and the metrics can be read from it: the
+        # same temperature, or greedy sampling, where acceptance is a comparison of tokens.
         same = options.sampling_temperature in (0.0, options.temperature)
         self.in_place = self.policy_ids is None and same and self.form != "none"
 
     def _map_vocabulary(self, d2t, targets) -> None:
         comm = self.comm
-        self.policy_ids = self.draft_of_target = None  # [D] policy token of each draft token, and its inverse [V]
+        self.policy_ids = self.draft_of_target = (
+            None  # [D] policy token of each draft token, and its inverse [V]
+        )
         if d2t is not None:
             if d2t.numel() != comm.totals[1]:
                 raise ValueError(f"d2t has {d2t.numel()} entries for a draft vocabulary of {comm.totals[1]}.")
             self.policy_ids = torch.arange(d2t.numel(), device=self.device) + d2t
-            if d2t.numel() and not (0 <= int(self.policy_ids.min()) and int(self.policy_ids.max()) < comm.totals[0]):
-                raise ValueError("d2t points outside the policy's vocabulary; entry i must hold target_id - i.")
+            if d2t.numel() and not (
+                0 <= int(self.policy_ids.min()) and int(self.policy_ids.max()) < comm.totals[0]
+            ):
+                raise ValueError(
+                    "d2t points outside the policy's vocabulary; entry i must hold target_id - i."
+                )
             self.draft_of_target = draft_index_of_target(d2t, comm.totals[0])
         elif comm.totals[0] != comm.totals[1] or comm.offsets[0] != comm.offsets[1]:
             raise ValueError("Without d2t both heads must be split over the ranks in the same way.")
         self.hard_targets = None
         if self.options.objective == "hard_ce":
-            self.hard_targets = targets if d2t is None else torch.where(
-                targets >= 0, self.draft_of_target[targets.clamp_min(0)], -1)
+            self.hard_targets = (
+                targets
+                if d2t is None
+                else torch.where(targets >= 0, self.draft_of_target[targets.clamp_min(0)], -1)
+            )
 
-    # -- the teacher ---------------------------------------------------------------------------------------------------
+    # -- the teacher -----------------------------------------------------------------------------------------
 
     def _subset(self, logits_nV: Tensor) -> Tensor:
         """[n, D] the teacher's logits at this rank's draft tokens."""
@@ -117,7 +138,7 @@ class _Sweep:
         full = logits_nV.new_zeros(logits_nV.shape[0], self.policy_ids.numel())
         full[:, mine] = logits_nV[:, local[mine]]
         first = self.comm.offsets[1]
-        return self.comm.sum(full)[:, first:first + self.student_head.shape[0]].contiguous()
+        return self.comm.sum(full)[:, first : first + self.student_head.shape[0]].contiguous()
 
     def teacher(self, rows: Tensor, buffers: dict[str, Tensor]) -> _TeacherChunk:
         o, comm = self.options, self.comm
@@ -168,9 +189,11 @@ class _Sweep:
             total = self.comm.sum(out.exp().sum(-1))
             out.sub_(total.log()[:, None])
 
-    # -- the student ---------------------------------------------------------------------------------------------------
+    # -- the student -----------------------------------------------------------------------------------------
 
-    def student(self, k: int, chunk: _TeacherChunk, buffer_nD: Tensor, need: tuple[bool, bool], weight: float):
+    def student(
+        self, k: int, chunk: _TeacherChunk, buffer_nD: Tensor, need: tuple[bool, bool], weight: float
+    ):
         """One pass on one chunk: (anchors_m, loss_m, top1_m, accept_m, counted_m, grad_hidden_mE or None)."""
         o, comm = self.options, self.comm
         taught = self.anchors[k, chunk.rows]
@@ -226,7 +249,9 @@ class _Sweep:
             p = self._subset(chunk.logits[rows]).div(tau).sub_(chunk.sampling_lse[rows][:, None]).exp_()
         return self.comm.sum(torch.minimum(p, q).sum(-1))
 
-    def _backward(self, grad_mD: Tensor, hidden_mE: Tensor, need: tuple[bool, bool], weight: float) -> Tensor | None:
+    def _backward(
+        self, grad_mD: Tensor, hidden_mE: Tensor, need: tuple[bool, bool], weight: float
+    ) -> Tensor | None:
         need_hidden, need_head = need
         grad = grad_mD.to(hidden_mE.dtype)
         if need_head and weight and grad.shape[0]:
@@ -238,7 +263,7 @@ class _Sweep:
             return None
         return self.comm.sum(torch.mm(grad, self.student_head).to(self.dtype).mul_(weight))
 
-    # -- the sweep -----------------------------------------------------------------------------------------------------
+    # -- the sweep -------------------------------------------------------------------------------------------
 
     def run(self, weights: list[float], need: tuple[bool, bool]):
         passes, students = len(self.student_hidden), self.student_hidden[0].shape[0]
@@ -246,7 +271,8 @@ class _Sweep:
         accept_KT = torch.full((passes, students), -1.0, dtype=torch.float64, device=self.device)
         grad_hidden = [torch.zeros_like(h) for h in self.student_hidden] if need[0] else []
         self.grad_head = self.student_head.new_zeros(
-            self.student_head.shape if need[1] else (0, self.student_head.shape[1]), dtype=self.dtype)
+            self.student_head.shape if need[1] else (0, self.student_head.shape[1]), dtype=self.dtype
+        )
         rows = (self.anchors >= 0).any(0).nonzero().squeeze(1)
         self._check_anchors(students)
         n = max(1, min(self.options.chunk_rows, rows.numel()))
@@ -254,11 +280,15 @@ class _Sweep:
         finite_R = torch.ones(rows.numel(), dtype=torch.bool, device=self.device)
         entropy_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         for start in range(0, rows.numel(), n):
-            chunk = self.teacher(rows[start:start + n], buffers)
-            finite_R[start:start + n] = torch.isfinite(chunk.sampling_lse)
+            chunk = self.teacher(rows[start : start + n], buffers)
+            finite_R[start : start + n] = torch.isfinite(chunk.sampling_lse)
             for k in range(passes):
-                anchor, loss, top1, accept, counted, grad = self.student(k, chunk, buffers["student"], need, weights[k])
-                picked = torch.stack([loss.double(), torch.ones_like(loss).double(), top1.double(), accept.double()])
+                anchor, loss, top1, accept, counted, grad = self.student(
+                    k, chunk, buffers["student"], need, weights[k]
+                )
+                picked = torch.stack(
+                    [loss.double(), torch.ones_like(loss).double(), top1.double(), accept.double()]
+                )
                 stats[:, k] += torch.where(counted, picked, 0.0).sum(1)
                 accept_KT[k, anchor] = torch.where(counted, accept.double(), -1.0)
                 if grad is not None:
@@ -275,12 +305,17 @@ class _Sweep:
         return stats, scalars, grad_hidden, self.grad_head
 
     def _buffers(self, n: int) -> dict[str, Tensor]:
-        """Chunks of logits, made once: a fresh allocation of this size is a page fault for each of its pages."""
+        """Chunks of logits, made once: a fresh allocation of this size is a page fault for each of its
+        pages.
+        """
         vocab, draft = self.teacher_head.shape[0], self.student_head.shape[0]
         widths = {"teacher": vocab, "student": draft}
         if not self.in_place and self.form != "none":
             widths["target"] = draft
-        return {name: torch.empty(n, width, dtype=self.dtype, device=self.device) for name, width in widths.items()}
+        return {
+            name: torch.empty(n, width, dtype=self.dtype, device=self.device)
+            for name, width in widths.items()
+        }
 
     def _check_anchors(self, students: int) -> None:
         """Each student row has one teacher row in a pass; gradients are written on that ground, not added."""
@@ -289,7 +324,9 @@ class _Sweep:
         for k, row in enumerate(self.anchors):
             times = torch.bincount(row[row >= 0], minlength=1)
             if int(times.max()) > 1:
-                raise ValueError(f"In pass {k} two teacher rows teach student row {int(times.argmax())}; one is allowed.")
+                raise ValueError(
+                    f"In pass {k} two teacher rows teach student row {int(times.argmax())}; one is allowed."
+                )
 
 
 def _blocks(rows: int, width: int, device: torch.device, split: bool) -> list[slice]:
@@ -326,18 +363,47 @@ def distill_sweep(
 ) -> tuple[Tensor, Tensor, list[Tensor], Tensor]:
     """(stats [4, K], scalars [3], K gradients of the hidden rows or none, gradient of the head or [0, E])."""
     dtype = accumulate_dtype(student_hidden[0].dtype)
-    options = _Options(objective, temperature, sampling_temperature, probabilistic, position_gate, chunk_rows,
-                       LogitTransform(teacher_scale, teacher_softcap, finite_bias(teacher_bias, dtype)),
-                       LogitTransform(student_scale, student_softcap))
-    sweep = _Sweep(teacher_hidden, teacher_head, student_hidden, student_head, anchors, options, d2t, target_ids,
-                   vocab_group)
+    options = _Options(
+        objective,
+        temperature,
+        sampling_temperature,
+        probabilistic,
+        position_gate,
+        chunk_rows,
+        LogitTransform(teacher_scale, teacher_softcap, finite_bias(teacher_bias, dtype)),
+        LogitTransform(student_scale, student_softcap),
+    )
+    sweep = _Sweep(
+        teacher_hidden,
+        teacher_head,
+        student_hidden,
+        student_head,
+        anchors,
+        options,
+        d2t,
+        target_ids,
+        vocab_group,
+    )
     stats, scalars, grad_hidden, grad_head = sweep.run(weight_K.tolist(), (need_hidden, need_head))
     return stats, scalars, grad_hidden, grad_head.to(student_head.dtype)
 
 
 @distill_sweep.register_fake
-def _(teacher_hidden, teacher_head, student_hidden, student_head, anchors, weight_K, d2t, target_ids, teacher_bias, *,
-      need_hidden, need_head, **_):
+def _(
+    teacher_hidden,
+    teacher_head,
+    student_hidden,
+    student_head,
+    anchors,
+    weight_K,
+    d2t,
+    target_ids,
+    teacher_bias,
+    *,
+    need_hidden,
+    need_head,
+    **_,
+):
     stats = weight_K.new_empty((4, len(student_hidden)), dtype=torch.float64)
     grads = [torch.empty_like(h) for h in student_hidden] if need_hidden else []
     head = torch.empty_like(student_head) if need_head else student_head.new_empty((0, student_head.shape[1]))
