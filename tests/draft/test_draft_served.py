@@ -1,41 +1,37 @@
 """The draft that vLLM serves is the trained one: its proposals equal ``Eagle3Draft.propose`` token for token.
 
-A random Qwen3 policy written by transformers, drafts written by ``Eagle3Draft.save``. Each prompt is decoded
-greedily by vLLM with speculation; a wrapper around the proposer notes, at every verification, the position of
-the last verified row, the token sampled after it and what was proposed. The trainer's side recomputes all of
-it from the finished sequence.
+A random Qwen3 policy and drafts, both written by TorchSpec. Each prompt is decoded greedily by vLLM with
+speculation; a wrapper around the proposer notes, at every verification, the position of the last verified
+row, the token sampled after it and what was proposed. The trainer's side recomputes all of it from the
+finished sequence, with its own policy and the same draft modules.
 """
 
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from torchspec.context_parallel.layout import PackedZigzag
+from torchspec.draft.base import build_draft
 from torchspec.draft.config import DraftConfig
-from torchspec.draft.eagle3 import Eagle3Draft
+from torchspec.policy.config import PolicyConfig
+from torchspec.policy.hf import save_policy
+from torchspec.policy.titan import build_policy
 
 pytestmark = pytest.mark.vllm
 
 VOCAB, LAYERS, NUM_TOKENS = 96, 5, 3
-SHAPE = SimpleNamespace(
-    hidden_size=96,
-    num_layers=LAYERS,
-    num_heads=6,
-    num_kv_heads=2,
-    head_dim=32,
-    intermediate_size=80,
-    vocab_size=VOCAB,
-    rope_theta=10000.0,
-    rope_scaling=None,
-    norm_eps=1e-6,
-    max_position_embeddings=256,
-    tie_word_embeddings=False,
-    architecture="qwen3",
-)
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -61,45 +57,39 @@ PROMPTS = [[5, 17, 3, 60, 9, 11, 2], [70, 8], [33, 41, 12, 90, 7, 7, 7, 52, 1, 0
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    """The policy (transformers), its folder, and what it says greedily without speculation."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
+    """The trainer's policy, its folder, and what vLLM says greedily without speculation."""
     patch = pytest.MonkeyPatch()
-    for name, value in {
-        "OMP_NUM_THREADS": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-    }.items():
+    for name, value in ENVIRONMENT.items():
         patch.setenv(name, value)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
+    config = PolicyConfig(
         hidden_size=96,
-        intermediate_size=80,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=6,
-        num_key_value_heads=2,
+        num_layers=LAYERS,
+        num_heads=6,
+        num_kv_heads=2,
         head_dim=32,
+        intermediate_size=80,
+        vocab_size=VOCAB,
         max_position_embeddings=256,
         tie_word_embeddings=False,
-        rope_theta=10000.0,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
     )
-    policy = Qwen3ForCausalLM(config).float().eval()
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for name, parameter in policy.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.1 * noise if "norm" in name else 0.15 * noise)
+    policy = build_policy(config, vocab_size=None, seed=3, device="cpu", dtype=torch.float32)
+    randomise(policy, 3, spread=0.15)
     folder = tmp_path_factory.mktemp("served") / "policy"
-    policy.save_pretrained(folder)
-    (folder / "generation_config.json").write_text("{}")
+    save_policy(policy, folder)
     plain = [tokens for tokens, _ in decode(folder)]
     yield SimpleNamespace(policy=policy, folder=folder, plain=plain)
     patch.undo()
+
+
+@torch.no_grad()
+def randomise(model, seed, spread=0.0):
+    """Norms between 0.5 and 1.5 (ones would hide a misplaced one); with spread, new matrices too."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.uniform_(0.5, 1.5, generator=generator)
+        elif spread:
+            parameter.normal_(0.0, spread, generator=generator)
 
 
 def decode(policy_folder, draft_folder=None):
@@ -164,35 +154,18 @@ def decode(policy_folder, draft_folder=None):
 
 
 @torch.no_grad()
-def policy_rows(policy, tokens_T, tap_ids):
-    """Residual streams entering the tapped layers and the final-normed rows, by transformers; [T,E] each."""
-    streams, hooks = {}, []
-    for index, module in enumerate([*policy.model.layers, policy.model.norm]):
-        hooks.append(
-            module.register_forward_pre_hook(
-                lambda _, args, kwargs, index=index: streams.update(
-                    {index: (args[0] if args else kwargs["hidden_states"])[0]}
-                ),
-                with_kwargs=True,
-            )
-        )
-    hidden_TE = policy.model(tokens_T[None]).last_hidden_state[0]
-    for hook in hooks:
-        hook.remove()
-    return [streams[i] for i in tap_ids], hidden_TE
+def policy_rows(policy, tokens_T, layout, tap_ids):
+    """Taps in order and final-normed rows of the trainer's policy, [T,E] each."""
+    out = policy(tokens_T, layout, tap_ids)
+    return [out.taps[i] for i in tap_ids], out.hidden_TE
 
 
 def train(draft, served, steps=60):
     """A few distillation steps on the policy's own greedy text, so that proposals get accepted."""
-    tokens = [prompt + answer for prompt, answer in zip(PROMPTS, served.plain, strict=True)]
-    rows = [policy_rows(served.policy, torch.tensor(one), draft.tap_ids) for one in tokens]
-    taps = [torch.cat(parts) for parts in zip(*(taps for taps, _ in rows), strict=True)]
-    hidden_TE, tokens_T = torch.cat([hidden for _, hidden in rows]), torch.tensor(sum(tokens, []))
-    layout = PackedZigzag([len(one) for one in tokens])
-    embed_TE, head_VE = (
-        served.policy.model.embed_tokens.weight[tokens_T].detach(),
-        served.policy.lm_head.weight,
-    )
+    documents = [prompt + answer for prompt, answer in zip(PROMPTS, served.plain, strict=True)]
+    tokens_T, layout = torch.tensor(sum(documents, [])), PackedZigzag([len(one) for one in documents])
+    taps, hidden_TE = policy_rows(served.policy, tokens_T, layout, draft.tap_ids)
+    embed_TE, head_VE = served.policy.embed_weight[tokens_T].detach(), served.policy.head_weight
     targets = draft.targets(hidden_TE, head_VE, tokens_T, torch.ones_like(tokens_T), layout)
     optimizer = torch.optim.Adam(draft.parameters(), lr=3e-3)
     for _ in range(steps):
@@ -204,13 +177,10 @@ def train(draft, served, steps=60):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_served_proposals_are_the_trained_drafts(served, tmp_path, name):
     settings, rope = VARIANTS[name]
-    draft = Eagle3Draft.build(DraftConfig(**settings), SimpleNamespace(**{**vars(SHAPE), **rope}), seed=7)
-    generator = torch.Generator().manual_seed(8)
-    with torch.no_grad():
-        for parameter in draft.parameters():
-            if parameter.dim() == 1:
-                parameter.uniform_(0.5, 1.5, generator=generator)
-    draft.init_from_policy(served.policy.lm_head.weight, None, torch.randperm(VOCAB, generator=generator))
+    shape = replace(served.policy.shape, **rope)
+    draft = build_draft(DraftConfig(**settings), shape, seed=7)
+    randomise(draft, 8)
+    draft.init_from_policy(served.policy.head_weight, None, torch.randperm(VOCAB))
     if "trained" in name:
         train(draft, served)
     draft.save(tmp_path / "draft")
@@ -221,11 +191,9 @@ def test_served_proposals_are_the_trained_drafts(served, tmp_path, name):
     for prompt, plain, (tokens, calls) in zip(PROMPTS, served.plain, results, strict=True):
         assert tokens == plain, "greedy text with speculation differs from the text without"
         tokens_T = torch.tensor(prompt + tokens)
-        taps, _ = policy_rows(served.policy, tokens_T, draft.tap_ids)
         layout = PackedZigzag([len(tokens_T)])
-        expected_TN = draft.propose(
-            tokens_T, taps, served.policy.model.embed_tokens.weight, layout, NUM_TOKENS
-        )
+        taps, _ = policy_rows(served.policy, tokens_T, layout, draft.tap_ids)
+        expected_TN = draft.propose(tokens_T, taps, served.policy.embed_weight, layout, NUM_TOKENS)
         assert expected_TN[-1].tolist() == [-1] * NUM_TOKENS
         for position, sampled, proposals in calls:
             if position + 1 >= len(tokens_T):

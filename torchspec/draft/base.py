@@ -207,5 +207,6 @@ def build_draft(
         draft = draft_class.build(config, shape, seed=seed, device=device, dtype=dtype)
     draft.compute_dtype = compute_dtype or dtype
     if config.compile:
-        draft.compile(fullgraph=True)
+        # Only the forward: hooks of an FSDP root stay outside of the graph.
+        draft.forward = torch.compile(draft.forward, fullgraph=True)
     return draft

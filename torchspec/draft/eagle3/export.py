@@ -17,8 +17,8 @@ from torch import Tensor
 
 from torchspec.draft.eagle3.shape import Eagle3Shape, check_tap_ids, shape_from_config
 from torchspec.draft.folder import check_census, read_config, read_weights
-from torchspec.rope import check_rope_scaling
 from torchspec.errors import ConfigError
+from torchspec.rope import check_rope_scaling
 
 if TYPE_CHECKING:
     from torchspec.draft.config import DraftConfig

@@ -41,8 +41,8 @@ from torchspec.draft.base import Draft
 from torchspec.draft.eagle3 import export
 from torchspec.draft.eagle3.loss import Targets, eagle3_count_rows, eagle3_loss, eagle3_targets
 from torchspec.draft.eagle3.shape import Eagle3Shape, shape_from_config
-from torchspec.rope import apply_rope, rope_tables
 from torchspec.errors import ConfigError
+from torchspec.rope import apply_rope, rope_tables
 
 if TYPE_CHECKING:
     from torchspec.context_parallel.layout import PackedZigzag
@@ -364,6 +364,8 @@ class Eagle3Draft(Draft):
         Returns:
             int64 [T,N] of policy token ids; -1 in the last row of each document, where x[t+1] does not exist.
         """
+        if num_tokens < 1:
+            raise ValueError(f"propose makes at least one token a row; num_tokens is {num_tokens}.")
         hidden_TE, trunk, columns = self._first_hidden(taps), Trunk(layout), []
         token_T = layout.shift(tokens_T, 1)
         for k in range(num_tokens):

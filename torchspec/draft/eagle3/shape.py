@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torchspec.rope import check_rope_scaling
 from torchspec.errors import ConfigError
+from torchspec.rope import check_rope_scaling
 
 if TYPE_CHECKING:
     from torchspec.draft.config import DraftConfig
