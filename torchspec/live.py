@@ -114,6 +114,7 @@ class Live:
             progress.MofNCompleteColumn(),
             progress.TimeElapsedColumn(),
             progress.TimeRemainingColumn(),
+            speed_estimate_period=3600,
             auto_refresh=False,
         )
         self._run_bar = self._bars.add_task("steps", total=self.total)
