@@ -36,7 +36,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchspec.attention import branch_attention
+from torchspec.context_parallel.trunk import Trunk
 from torchspec.draft.base import Draft
 from torchspec.draft.eagle3 import export
 from torchspec.draft.eagle3.loss import Targets, eagle3_count_rows, eagle3_loss, eagle3_targets
@@ -115,31 +115,6 @@ class MLP(nn.Module):
     def forward(self, x_TE: Tensor) -> Tensor:
         """[T,E] -> [T,E]."""
         return self.down_proj(F.silu(self.gate_proj(x_TE)) * self.up_proj(x_TE))
-
-
-class Trunk:
-    """Keys and values of one unroll: the trunk of pass 0, then the branches, never re-stacked."""
-
-    def __init__(self, layout: PackedZigzag) -> None:
-        self.layout = layout
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
-
-    def attend(self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
-        """Add this pass's keys and values, then attend: [T,H,D]."""
-        self.keys.append(k_TGD)
-        self.values.append(v_TGD)
-        out_THD, _ = branch_attention(
-            q_THD,
-            self.keys[0],
-            self.values[0],
-            self.keys[1:],
-            self.values[1:],
-            self.layout.cu_seqlens,
-            self.layout.max_seqlen,
-            q_THD.shape[-1] ** -0.5,
-        )
-        return out_THD
 
 
 class DecoderLayer(nn.Module):
