@@ -90,6 +90,7 @@ class CoTrainer:
         self.step = 0
         self.skipped_in_a_row = 0
         self.skipped_steps = 0
+        self.checkpoint_s = 0.0
         self.stop = StopFlag()
 
     # ---- set-up -------------------------------------------------------------------------------------------------
@@ -194,7 +195,7 @@ class CoTrainer:
             self.export()
             raise Interrupted(
                 f"Stopped by {self.stop.signal} after step {self.step} of {config.train.steps}; its state is saved. "
-                "Resume with the same command and --checkpoint.resume."
+                "Go on with --checkpoint.resume:"
             ) from error
         self.save()
         self.export()
@@ -223,6 +224,7 @@ class CoTrainer:
         if step == self.config.train.steps:
             final = self.evaluate()
             metrics |= final if step > 1 else {f"{name}_final": value for name, value in final.items()}
+        metrics["time/checkpoint"], self.checkpoint_s = self.checkpoint_s, 0.0
         metrics["time/step"] = time.perf_counter() - started
         metrics["memory/peak_bytes"] = self.peak_bytes()
         self.record(step, metrics, rollout)
@@ -363,10 +365,13 @@ class CoTrainer:
         self.learner.load_state_dict(state["learner"])
 
     def save(self) -> None:
-        """A complete checkpoint of the current step."""
+        """A complete checkpoint of the current step. A step's line is written before its checkpoint, so that a kill between
+        the two leaves a line too many (cut on resume) and never one too few; the next line has the seconds."""
+        started = time.perf_counter()
         checkpoint.save_checkpoint(
             self.output_dir / "checkpoints", self.step, self.state_dict(), self.config.checkpoint.keep
         )
+        self.checkpoint_s += time.perf_counter() - started
 
 
 def _sample_row(sample: Sample) -> dict[str, Any]:
