@@ -1,0 +1,103 @@
+"""One whole train step under context parallelism equals one rank: losses and every gradient of policy and draft.
+
+The policy (torchtitan's layers on packed attention), its taps, the policy loss, the draft's unroll, the teaching rows
+that cross ranks and the distillation all run on sharded rows; what is summed over ranks at the end is what a trainer
+sums: losses and parameter gradients.
+"""
+
+from __future__ import annotations
+
+import cp_ranks
+import pytest
+import torch
+import torch.distributed as dist
+
+from torchspec.context_parallel.layout import PackedZigzag
+from torchspec.data.packing import Sequence, build_batch
+from torchspec.draft.config import DraftConfig
+from torchspec.draft.eagle3 import Eagle3Draft
+from torchspec.losses.config import RLConfig
+from torchspec.losses.logprob import token_logprobs
+from torchspec.losses.policy import PolicyCounts, policy_counts, policy_loss
+from torchspec.policy.config import PolicyConfig
+
+pytestmark = pytest.mark.parity
+VOCAB = 23
+LENGTHS = [(5, 12), (1, 0), (2, 23), (3, 1)]
+"""(prompt, response) tokens: ragged, one document of one token, one longer than half the pack."""
+
+
+def sequences() -> list[Sequence]:
+    generator = torch.Generator().manual_seed(4)
+    draw = lambda n: torch.randint(VOCAB, (n,), generator=generator).tolist()  # noqa: E731
+    return [
+        Sequence(draw(p), draw(r), engine_logprobs=[-1.0 - 0.01 * i for i in range(r)], advantage=0.5 - index)
+        for index, (p, r) in enumerate(LENGTHS)
+    ]
+
+
+def models(dtype: torch.dtype):
+    from torchspec.policy.titan import build_policy
+
+    config = PolicyConfig(
+        hidden_size=48, num_layers=3, num_heads=6, num_kv_heads=2, head_dim=8, intermediate_size=48, vocab_size=VOCAB
+    )
+    policy = build_policy(config, vocab_size=VOCAB, seed=1, device="cpu", dtype=dtype)
+    draft = Eagle3Draft.build(DraftConfig(ttt_steps=3, tap_ids=(1, 2, 3)), policy.shape, seed=2, dtype=dtype)
+    return policy, draft
+
+
+def train_step(dtype: torch.dtype, layout: PackedZigzag, total=lambda x: x) -> dict[str, torch.Tensor]:
+    """Losses and gradients; ``total`` sums a tensor over the ranks."""
+    policy, draft = models(dtype)
+    whole = build_batch(sequences())
+    rows = {
+        name: layout.shard(getattr(whole, f"{name}_T"))
+        for name in ("tokens", "targets", "mask", "response", "advantage", "engine_logp")
+    }
+    out = policy(rows["tokens"], layout, (0, *draft.tap_ids))
+    logp_T, _ = token_logprobs(
+        out.hidden_TE, policy.head_weight, rows["targets"], temperature=1.0, chunk_rows=16, need_entropy=False
+    )
+    counts = PolicyCounts(*policy_counts(whole.mask_T, whole.seq_ids_T).tolist())
+    loss = policy_loss(
+        logp_T, logp_T, rows["engine_logp"], rows["advantage"], rows["mask"], layout.doc_ids_T, RLConfig(), counts
+    ).loss
+    loss.backward()
+    student = draft([out.taps[i] for i in draft.tap_ids], out.taps[0], layout)
+    targets = draft.targets(out.hidden_TE.detach(), policy.head_weight, rows["tokens"], rows["response"], layout)
+    draft_loss = draft.loss(student, targets, policy.head_weight, total(targets.counts_K)).loss
+    draft_loss.backward()
+    found = {"policy loss": total(loss.detach()), "draft loss": total(draft_loss.detach())}
+    for name, model in (("policy", policy), ("draft", draft)):
+        found |= {f"{name} {n}": total(p.grad) for n, p in model.named_parameters()}
+    return found
+
+
+def all_reduce(x: torch.Tensor) -> torch.Tensor:
+    x = x.clone()
+    dist.all_reduce(x)
+    return x
+
+
+def step_on_ranks(mesh) -> dict:
+    return {
+        (transport, dtype): train_step(
+            dtype, PackedZigzag([p + r for p, r in LENGTHS], cp_mesh=mesh, trunk_transport=transport), all_reduce
+        )
+        for transport in ("gather", "ring")
+        for dtype in (torch.float64, torch.float32)
+    }
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_train_step_equals_one_rank(size):
+    expected = train_step(torch.float64, PackedZigzag([p + r for p, r in LENGTHS]))
+    assert len(expected) > 40 and all(bool(x.any()) for x in expected.values())
+    for r in cp_ranks.run_ranks(size, step_on_ranks):
+        for (transport, dtype), found in r.items():
+            limit = 1e-12 if dtype == torch.float64 else 2e-6
+            assert found.keys() == expected.keys()
+            for name, want in expected.items():
+                error = (found[name].double() - want).norm() / want.norm()
+                assert error < limit, (transport, dtype, name, float(error))
