@@ -8,7 +8,7 @@ import pytest
 
 from torchspec.errors import ConfigError
 from torchspec.pipeline.schedule import SCHEDULES, Action, ScheduleTable, rank_of_stages, schedule_table, table_of
-from torchspec.pipeline.simulate import ScheduleError, in_flight_maximum, simulate
+from torchspec.pipeline.simulate import ScheduleError, costs_from, in_flight_maximum, simulate
 from torchspec.pipeline.tap_plan import FINAL_HIDDEN, make_tap_plan
 
 # Which microbatch counts of 1..16 a schedule takes with 4 ranks (two stages a rank where it has several).
@@ -94,6 +94,24 @@ def test_fewer_slots_work_or_are_refused():
     table = schedule_table("LoopedBFS", 2, 8)  # 8 forwards of stage 0 before one of stage 2: 4 in slots, 4 sends
     with pytest.raises(ConfigError, match="would stop LoopedBFS for ever.*4 slots work"):
         make_tap_plan(table, {0: 0}, slots=2)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_deferred_is_never_slower_than_inline(name):
+    """And where a rank idles after its last action, it is quicker by the smaller of the draft's time and that idle time."""
+    for num_ranks in (2, 4):
+        for table in accepted(name, num_ranks)[-4:]:
+            share = num_ranks / table.num_stages
+            for draft in (0.1, 0.5, 2.0):
+                costs = costs_from({"F": share, "B": 2 * share, "I": share, "W": share, "draft": draft})
+                runs = {mode: simulate(table, make_tap_plan(table, {0: 0}, draft_schedule=mode, costs=costs).flow(), costs)
+                        for mode in ("inline", "deferred")}
+                saved = runs["inline"].seconds - runs["deferred"].seconds
+                assert saved >= -1e-9
+                if name in ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS"):
+                    alone = simulate(table, None, costs)
+                    idle = alone.seconds - alone.last_action_end[table.stage_to_rank[-1]]
+                    assert saved >= min(idle, draft * table.num_microbatches) - 1e-9
 
 
 def test_messages_of_one_rank_are_merged_in_its_own_order():

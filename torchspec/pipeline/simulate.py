@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from torchspec.pipeline.schedule import COMPUTE_KINDS, RECEIVE_KINDS, SEND_KINDS, Action, ScheduleTable, Step
 
@@ -29,7 +29,8 @@ class TapFlow:
     ``links[rank]``: (stage, microbatch) of the messages of a source rank, in the order in which they are sent.
     ``slots[stage]``: messages that the draft's rank can hold of that source stage; None for no bound.
     ``local_stages``: source stages that live on the draft's own rank. ``at_end``: get (and draft) after the rank's last
-    action, not in its forward. ``deferred``: the draft runs after the rank's last action.
+    action, not in its forward. ``deferred``: the draft runs later than in the forward: after as many compute actions of its
+    rank as ``draft_after`` says (count -> microbatches), the rest after the rank's last action.
     """
 
     draft_stage: int
@@ -38,6 +39,7 @@ class TapFlow:
     local_stages: tuple[int, ...] = ()
     at_end: bool = False
     deferred: bool = False
+    draft_after: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,27 @@ class Costs:
     p2p: float = 0.0
     tap: float = 0.0
     draft: float = 0.0
+
+
+def costs_from(table: Mapping[str, float]) -> Costs:
+    """Costs from numbers: "F", "B", "I", "W" (of any stage), "3F" (of stage 3, goes before "F"), "p2p", "tap", "draft".
+
+    A missing B is I + W, a missing I or W is half of B. Raises KeyError for an action without a cost.
+    """
+    def compute(action: Action) -> float:
+        def cost(kind: str) -> float | None:
+            return table.get(f"{action.stage}{kind}", table.get(kind))
+
+        found = cost(action.kind)
+        if found is None and action.kind == "B" and cost("I") is not None and cost("W") is not None:
+            found = cost("I") + cost("W")
+        if found is None and action.kind in "IW" and cost("B") is not None:
+            found = cost("B") / 2
+        if found is None:
+            raise KeyError(f"no cost is given for {action}: write '{action.kind}' or '{action.stage}{action.kind}'")
+        return found
+
+    return Costs(compute, table.get("p2p", 0.0), table.get("tap", 0.0), table.get("draft", 0.0))
 
 
 @dataclass(frozen=True)
@@ -82,14 +105,20 @@ def programs(table: ScheduleTable, taps: TapFlow | None) -> list[list[Operation]
     """The operations of every rank, in order."""
     all_programs = []
     for rank in range(table.num_ranks):
+        drafts = taps is not None and rank == table.stage_to_rank[taps.draft_stage]
         program: list[Operation] = []
+        num_computed = 0
         for step in table.steps[rank]:
             program += _operations(step, table, taps, rank)
+            num_computed += step[0].kind in COMPUTE_KINDS
+            if drafts and step[0].kind in COMPUTE_KINDS:
+                program += [("draft", m) for m in taps.draft_after.get(num_computed, ())]
         program.append(("end",))
-        if taps is not None and rank == table.stage_to_rank[taps.draft_stage] and (taps.at_end or taps.deferred):
+        if drafts and (taps.at_end or taps.deferred):
+            early = {m for some in taps.draft_after.values() for m in some}
             for m in range(table.num_microbatches):
                 program += [("get", m), ("free", m)] if taps.at_end else []
-                program.append(("draft", m))
+                program += [("draft", m)] if m not in early else []
         all_programs.append(program)
     return all_programs
 
@@ -345,8 +374,7 @@ def in_flight_maximum(table: ScheduleTable, taps: TapFlow) -> dict[int, int]:
     The draft's get is held back at every microbatch in turn while all ranks run as far as they can. With as many slots
     no put ever waits.
     """
-    unbounded = TapFlow(taps.draft_stage, taps.links, {stage: None for stage in taps.slots}, taps.local_stages,
-                        taps.at_end, taps.deferred)
+    unbounded = replace(taps, slots={stage: None for stage in taps.slots})
     machine = Machine(table, unbounded, buffered=True)
     most: dict[int, int] = defaultdict(int)
     for m in range(table.num_microbatches):

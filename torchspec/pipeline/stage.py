@@ -4,7 +4,8 @@
 object is not touched: same actions, same order, same messages) and in them
 - tells the policy which microbatch runs (``on_microbatch``), in the forward and in the backward (recomputation needs it too);
 - captures the taps by hooks that act only inside that forward (schedules also run a warm-up forward) and puts them;
-- on the draft's stage gets the taps, runs ``draft_step`` (inline) or keeps them for the end of the rank's actions (deferred).
+- on the draft's stage gets the taps and runs ``draft_step`` at once (inline), or keeps them until an idle gap of the rank or
+  the end of its actions, as the plan says (deferred). Either way the drafts run in the order of the microbatches.
 
 The draft's loss never enters the schedule's loss: split backwards (zero-bubble, V schedules) would drop its gradients.
 ``draft_step`` runs the draft's forward and backward itself.
@@ -67,7 +68,7 @@ class CoTrainPipeline:
         self.draft_seconds = 0.0
         """Host time spent in ``draft_step`` in the last step."""
         self._actions = [action for action in self.table.actions(self.rank) if action.kind in COMPUTE_KINDS]
-        self._num_done = 0
+        self._num_done = self._num_drafted = 0
         self._inside: str | None = None
         self._armed: int | None = None  # the stage whose forward runs, while its taps are wanted
         self._captured: dict[int, Tensor] = {}
@@ -91,7 +92,7 @@ class CoTrainPipeline:
         the policy, its loss or the draft raises.
         """
         self._with_taps = taps and self.channel is not None
-        self._num_done, self._inside, self.draft_seconds = 0, None, 0.0
+        self._num_done, self._num_drafted, self._inside, self.draft_seconds = 0, 0, None, 0.0
         start = time.monotonic()
         if self._with_taps:
             assert self.channel is not None
@@ -119,13 +120,18 @@ class CoTrainPipeline:
                 self._run_draft(m, taps, taps.pop(FINAL_HIDDEN))
                 channel.free(m)
         elif channel.is_draft and channel.plan.draft_schedule == "deferred":
-            for m, (taps, final_hidden) in enumerate(self._kept):
-                self._run_draft(m, taps, final_hidden)
-                if self._slots_hold_all():
-                    channel.free(m)
-                self._kept[m] = ({}, final_hidden.new_empty(0))  # free the memory as the draft goes on
+            for m in range(self._num_drafted, self.table.num_microbatches):
+                self._run_kept(m)
             self._kept.clear()
         channel.end_step()
+
+    def _run_kept(self, m: int) -> None:
+        """The deferred draft of microbatch ``m``; its taps are dropped after it."""
+        assert self.channel is not None
+        (taps, final_hidden), self._kept[m] = self._kept[m], ({}, torch.empty(0))
+        self._run_draft(m, taps, final_hidden)
+        if self._slots_hold_all():
+            self.channel.free(m)
 
     # -- inside the stages --------------------------------------------------------------------------------------------
 
@@ -176,6 +182,11 @@ class CoTrainPipeline:
         self._num_done += 1
         if self.log is not None:
             self.log.append((kind, stage.stage_index, m, start, time.perf_counter()))
+        if self._with_taps and self.channel is not None and self.channel.is_draft:
+            for early in self.channel.plan.draft_after.get(self._num_done, ()):  # deferred, into an idle gap
+                self._inside = f"draft {early}"
+                self._run_kept(early)
+                self._inside = None
 
     def _logged(self, kind: str, stage: Any, operations_of: Callable[[int], list[dist.P2POp]]) -> Callable[[int], Any]:
         def operations(m: int) -> list[dist.P2POp]:
@@ -225,6 +236,7 @@ class CoTrainPipeline:
         return all(count == self.table.num_microbatches for count in self.channel.plan.slots.values())
 
     def _run_draft(self, m: int, taps: dict[int, Tensor], final_hidden: Tensor) -> None:
+        self._num_drafted += 1
         if self.draft_step is None:
             return
         start = time.perf_counter()

@@ -13,11 +13,11 @@ running the schedule's table with the draft held back), so a put never waits. At
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from torchspec.errors import ConfigError
-from torchspec.pipeline.schedule import ScheduleTable
-from torchspec.pipeline.simulate import ScheduleError, TapFlow, in_flight_maximum, simulate
+from torchspec.pipeline.schedule import COMPUTE_KINDS, SEND_KINDS, ScheduleTable
+from torchspec.pipeline.simulate import Costs, ScheduleError, TapFlow, costs_from, in_flight_maximum, simulate
 
 FINAL_HIDDEN = -1
 """Tap id of the last stage's output (the input of the head). It travels only when the draft is on another stage."""
@@ -33,6 +33,9 @@ class TapPlan:
     taps_of: Mapping[int, tuple[int, ...]]
     links: Mapping[int, tuple[tuple[int, int], ...]]
     slots: Mapping[int, int]
+    draft_after: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """Deferred: number of compute actions done on the draft's rank -> microbatches whose draft runs then. The others run
+    after the rank's last action."""
 
     @property
     def draft_rank(self) -> int:
@@ -57,7 +60,7 @@ class TapPlan:
     def flow(self) -> TapFlow:
         """The plan as the simulation takes it."""
         return TapFlow(self.draft_stage, self.links, dict(self.slots), self.local_stages, self.gets_at_end,
-                       self.draft_schedule == "deferred")
+                       self.draft_schedule == "deferred", self.draft_after)
 
     def slot_bytes(self, num_rows: int, width: int, itemsize: int) -> int:
         """Memory of all slots on the draft's rank, by the formula on top of this file."""
@@ -65,11 +68,12 @@ class TapPlan:
 
 
 def make_tap_plan(table: ScheduleTable, stage_of_tap: Mapping[int, int], *, draft_stage: int = -1,
-                  draft_schedule: str = "inline", slots: int = 0) -> TapPlan:
+                  draft_schedule: str = "inline", slots: int = 0, costs: Costs | None = None) -> TapPlan:
     """Plan the channel beside ``table``.
 
     ``stage_of_tap``: tap id -> the stage that captures it. ``draft_stage`` -1 is the last. ``slots`` 0 takes the schedule's
-    own in-flight maximum for every source; another number is an upper bound.
+    own in-flight maximum for every source; another number is an upper bound. ``costs`` (any unit) decide where deferred drafts
+    go; None takes a backward twice as long as a forward, and a draft of half a forward of the rank.
 
     Raises ConfigError for a stage that is not there, for a draft that would have to run before its taps exist, and for
     slots with which the schedule would wait for ever.
@@ -100,13 +104,15 @@ def make_tap_plan(table: ScheduleTable, stage_of_tap: Mapping[int, int], *, draf
              for rank in sorted({table.stage_to_rank[stage] for stage in remote})}
     plan = TapPlan(table, draft_stage, draft_schedule, taps_of, links, {stage: table.num_microbatches for stage in remote})
     most = in_flight_maximum(table, plan.flow())
-    return _with_slots(plan, {stage: most[stage] for stage in remote}, slots)
+    plan = _with_slots(plan, {stage: most[stage] for stage in remote}, slots)
+    if draft_schedule == "deferred" and not plan.gets_at_end:
+        plan = _place_drafts(plan, costs or _usual_costs(table))
+    return plan
 
 
 def _with_slots(plan: TapPlan, most: Mapping[int, int], bound: int) -> TapPlan:
     def bounded(limit: int) -> TapPlan:
-        slots = {stage: min(limit, count) if limit else count for stage, count in most.items()}
-        return TapPlan(plan.table, plan.draft_stage, plan.draft_schedule, plan.taps_of, plan.links, slots)
+        return replace(plan, slots={stage: min(limit, count) if limit else count for stage, count in most.items()})
 
     if bound < 0:
         raise ConfigError(f"slots = {bound}: write the most messages to hold of each source, or 0 for what the schedule "
@@ -125,3 +131,61 @@ def _runs(plan: TapPlan) -> bool:
     except ScheduleError:
         return False
     return True
+
+
+def _usual_costs(table: ScheduleTable) -> Costs:
+    share = table.num_ranks / table.num_stages
+    return costs_from({"F": share, "B": 2 * share, "I": share, "W": share, "draft": 0.5})
+
+
+def _place_drafts(plan: TapPlan, costs: Costs) -> TapPlan:
+    """Where the deferred drafts of ``plan`` run: the placement with the shortest simulated step.
+
+    Tried are: all after the rank's last action; each in its own forward; and in the rank's idle gaps, as soon as a gap is a
+    given share of a draft long. V schedules have such gaps in their middle and no idle time at the end. A draft never goes
+    between an action and its send, which would hold up the other ranks.
+    """
+    table, rank = plan.table, plan.draft_rank
+    actions = [action for action in table.actions(rank) if action.kind in COMPUTE_KINDS]
+    forward_of = {action.microbatch: count for count, action in enumerate(actions, 1)
+                  if action.kind == "F" and action.stage == plan.draft_stage}
+    at_end = simulate(table, plan.flow(), costs)
+    spans = [span for span in at_end.spans if span.rank == rank and not span.label.startswith("draft")]
+    gaps = {count: after.start - before.end for count, (before, after) in enumerate(zip(spans, spans[1:], strict=False), 1)}
+    placements = [{count: (m,) for m, count in forward_of.items()}]
+    placements += [_fill(gaps, forward_of, _sends_pending(table, rank), costs.draft, share) for share in (1.0, 0.75, 0.5, 0.25)]
+    best, best_seconds = plan, at_end.seconds
+    for draft_after in placements:
+        tried = replace(plan, draft_after=draft_after)
+        seconds = simulate(table, tried.flow(), costs).seconds
+        if seconds < best_seconds * (1 - 1e-9):
+            best, best_seconds = tried, seconds
+    return best
+
+
+def _fill(gaps: Mapping[int, float], forward_of: Mapping[int, int], pending: set[int], draft: float,
+          share: float) -> dict[int, tuple[int, ...]]:
+    """Drafts, in order, into gaps of at least ``share`` of a draft."""
+    placed: dict[int, tuple[int, ...]] = {}
+    m = 0
+    for count, gap in gaps.items():
+        while m < len(forward_of) and forward_of[m] <= count and count not in pending and 0 < share * draft <= gap:
+            placed[count] = (*placed.get(count, ()), m)
+            gap -= draft
+            m += 1
+    return placed
+
+
+def _sends_pending(table: ScheduleTable, rank: int) -> set[int]:
+    """Counts of done compute actions after which the rank still has to send something that it has."""
+    computed: dict[tuple[str, int, int], int] = {}
+    pending: set[int] = set()
+    count = 0
+    for action in table.actions(rank):
+        if action.kind in COMPUTE_KINDS:
+            count += 1
+            if action.kind != "W":
+                computed["F" if action.kind == "F" else "B", action.stage, action.microbatch] = count
+        elif action.kind in SEND_KINDS:
+            pending.update(range(computed[action.kind[-1], action.stage, action.microbatch], count + 1))
+    return pending
