@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from torchspec.attention import pieces as _pieces  # noqa: F401  registers torchspec::trunk_piece
-from torchspec.attention.merge import branch_backward, branch_forward, merge
+from torchspec.attention.merge import accumulation_dtype, branch_backward, branch_forward, merge
 from torchspec.attention.op import augment_for_lse_gradient
 from torchspec.context_parallel.collectives import all_gather_rows, reduce_scatter_rows, start_send_to_next, wait
 
@@ -33,6 +33,23 @@ class Ring:
     size: int
     rank: int
     group: str
+
+
+def choose_transport(
+    wanted: str, *, rows: int, kv_heads: int, head_dim: int, dtype: torch.dtype, budget_bytes: int
+) -> str:
+    """"gather" or "ring" for a layer whose pack has ``rows`` padded rows; "auto" gathers where it fits the budget.
+
+    Gathering keeps K0 | V0 of the pack in the model's dtype and, in the backward, their gradient sums in fp32 (fp64),
+    each with one copy in the other row order for a moment.  Every rank must be given the same budget.
+    """
+    if wanted in ("gather", "ring"):
+        return wanted
+    if wanted != "auto":
+        raise ValueError(f"trunk_transport is {wanted!r}; choose gather, ring or auto.")
+    elements = rows * 2 * kv_heads * head_dim
+    needed = elements * dtype.itemsize + 2 * elements * accumulation_dtype(dtype).itemsize
+    return "gather" if needed <= budget_bytes else "ring"
 
 
 def gathered_rows(cu_seqlens: Tensor, rows: int, size: int) -> Tensor:
