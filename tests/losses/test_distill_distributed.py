@@ -172,6 +172,7 @@ def _logprobs(rank, group, seed):
             mine,
             own,
             targets,
+            need_entropy=True,
             temperature=0.7,
             chunk_rows=4,
             vocab_group=group,

@@ -53,6 +53,7 @@ def test_equal_to_log_softmax(temperature, chunk_rows, transform, monkeypatch):
             targets,
             temperature=temperature,
             chunk_rows=chunk_rows,
+            need_entropy=True,
             transform=LogitTransform(**transform) if transform else None,
         ),
         hidden,
@@ -73,7 +74,12 @@ def test_gradcheck():
 @pytest.mark.parametrize("dtype, tol", [(torch.float32, 1e-5), (torch.bfloat16, 4e-2)])
 def test_lower_precision(dtype, tol):
     hidden, head, targets, weights = inputs(rows=30, width=16, dtype=dtype, scale=0.7)
-    got = run(lambda h, w: token_logprobs(h, w, targets, chunk_rows=8), hidden, head, weights.float())
+    got = run(
+        lambda h, w: token_logprobs(h, w, targets, chunk_rows=8, need_entropy=True),
+        hidden,
+        head,
+        weights.float(),
+    )
     want = run(lambda h, w: dense(h, w, targets), hidden.double(), head.double(), weights.double())
     assert got[0].dtype == torch.float32 and got[2].dtype == dtype and got[3].dtype == dtype
     for ours, theirs in zip(got, want):
@@ -83,7 +89,7 @@ def test_lower_precision(dtype, tol):
 def test_huge_logits_are_finite():
     hidden, head, targets, weights = inputs(dtype=torch.float32, scale=100.0)
     assert (hidden @ head.T).abs().max() > 1e4
-    for x in run(lambda h, w: token_logprobs(h, w, targets), hidden, head, weights):
+    for x in run(lambda h, w: token_logprobs(h, w, targets, need_entropy=True), hidden, head, weights):
         assert torch.isfinite(x).all()
 
 
@@ -92,7 +98,7 @@ def test_unwanted_rows_are_never_read():
     targets[3] = -1
     hidden[3] = float("nan")
     logp, entropy, grad_hidden, grad_head = run(
-        lambda h, w: token_logprobs(h, w, targets), hidden, head, weights
+        lambda h, w: token_logprobs(h, w, targets, need_entropy=True), hidden, head, weights
     )
     assert (
         logp[3] == 0
@@ -126,7 +132,7 @@ def test_compiles_without_a_graph_break():
     hidden, head, targets, weights = inputs()
 
     def function(h, w):
-        return token_logprobs(h * 1.0, w * 1.0, targets, chunk_rows=4)
+        return token_logprobs(h * 1.0, w * 1.0, targets, chunk_rows=4, need_entropy=True)
 
     eager = run(function, hidden, head, weights)
     compiled = run(torch.compile(function, fullgraph=True, backend="aot_eager"), hidden, head, weights)

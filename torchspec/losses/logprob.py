@@ -31,7 +31,7 @@ def token_logprobs(
     *,
     temperature: float = 1.0,
     chunk_rows: int = 1024,
-    need_entropy: bool = True,
+    need_entropy: bool = False,
     transform: LogitTransform | None = None,
     vocab_group: str = "",
 ) -> tuple[Tensor, Tensor]:
