@@ -37,7 +37,7 @@ def test_costs_are_balanced_with_attention_counted():
     costs = [sum(cost(lengths[i], 64) for i in b) for b in pack(lengths, 8192, hidden_size=64)]
     assert costs == sorted(costs, reverse=True)
     assert max(costs) / (sum(costs) / len(costs)) < 1.1
-    # By tokens, 1000 + 10 x 100 | 20 x 100 balances; by cost the long document weighs more than all short ones.
+    # By tokens 1000 + 10 x 100 and 20 x 100 balance; by cost the long document outweighs all short ones.
     assert pack([1000] + [100] * 30, 4000, num_ranks=2, hidden_size=8) == [[0], list(range(1, 31))]
 
 
