@@ -257,3 +257,13 @@ def test_several_questions_in_a_prompt():
 def test_questions_that_cannot_be_put_together_are_refused(fields, sentence):
     with pytest.raises(ConfigError, match=sentence):
         build(**fields)
+
+
+def test_importing_the_room_loads_nothing_heavy():
+    code = (
+        "import sys\n"
+        "from torchspec.data import environments, jsonl, packing, reasoning_gym, scorers, scoring, tokenizer\n"
+        "print(sorted({'torch', 'transformers', 'vllm', 'reasoning_gym', 'numpy'} & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert result.stdout == "[]\n"
