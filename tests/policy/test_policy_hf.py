@@ -135,6 +135,15 @@ def test_tokenizer_and_generation_config_travel(tmp_path, folder):
         assert found["eos_token_id"] == char_tokenizer().eos_token_id
 
 
+def test_other_entries_travel_and_stale_ones_do_not(tmp_path, folder):
+    """config.json keeps what the shape does not decide; an old dtype or rope spelling would contradict the new one."""
+    edit(folder, dtype="bfloat16", rope_scaling={"type": "linear", "factor": 2.0}, my_note="kept")
+    save_policy(load(folder), tmp_path / "policy")
+    found = json.loads((tmp_path / "policy" / "config.json").read_text())
+    assert found["my_note"] == "kept" and found["torch_dtype"] == "float32"
+    assert "dtype" not in found and "rope_scaling" not in found
+
+
 def test_a_disk_without_room_leaves_the_earlier_folder(tmp_path, folder):
     """A real failure of write(): no file of this process may grow past 20 kB."""
     policy = load(folder)

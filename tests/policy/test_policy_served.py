@@ -9,8 +9,8 @@ import torch
 
 from torchspec.context_parallel.layout import PackedZigzag
 from torchspec.policy.hf import save_policy
-from torchspec.policy.titan import empty_policy
 from torchspec.policy.shape import PolicyShape
+from torchspec.policy.titan import empty_policy
 
 pytestmark = pytest.mark.vllm
 
