@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from torchspec.context_parallel.layout import PackedZigzag
 
-LENGTHS = [[5, 1, 4], [2, 6, 2]]  # of rank 0 and rank 1
+LENGTHS = [[6, 1, 7], [2, 8, 4]]  # of rank 0 and rank 1
 BACKENDS = ("off", "aot_eager")  # of torch.compile inside the root
 CONFIG = {"ttt_steps": 3, "vocab_size": 6}
 
