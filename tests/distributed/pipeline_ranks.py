@@ -1,4 +1,5 @@
-"""Helpers of the pipeline tests: spawned ranks with a hard end, and a small policy and draft cut into stages."""
+"""Helpers of the pipeline tests: spawned ranks with a hard end, and a small policy and draft cut into
+stages."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ VOCAB, WIDTH, LAYERS, ROWS = 23, 16, 8, 12
 TAPS = (0, 2, 5, LAYERS)  # embeddings, two borders or middles of stages, after the last layer
 
 
-def run_ranks(worker: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0) -> list[dict]:
+def run_ranks(
+    worker: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0
+) -> list[dict]:
     """Run ``worker(rank, *args)`` on gloo ranks. Per rank: {"exitcode", "seconds", "result" or "error"}.
 
     Ranks that are alive after ``timeout_s`` are killed (exitcode -9). No process is left when this returns.
@@ -36,9 +39,15 @@ def run_ranks(worker: Callable[..., Any], world_size: int, *args: Any, timeout_s
     with tempfile.TemporaryDirectory() as folder:
         # One clean process imports torch once; every rank is forked from it (much quicker than spawning).
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed.pipelining", "torchspec.pipeline.stage", "torch._dynamo"])
-        ranks = [context.Process(target=_rank_main, args=(worker, rank, world_size, port, folder, args), daemon=True)
-                 for rank in range(world_size)]
+        context.set_forkserver_preload(
+            ["torch.distributed.pipelining", "torchspec.pipeline.stage", "torch._dynamo"]
+        )
+        ranks = [
+            context.Process(
+                target=_rank_main, args=(worker, rank, world_size, port, folder, args), daemon=True
+            )
+            for rank in range(world_size)
+        ]
         for process in ranks:
             process.start()
         end = time.monotonic() + timeout_s
@@ -57,18 +66,28 @@ def _outcome(process: Any, file: Path) -> dict:
     return {"exitcode": process.exitcode} | found
 
 
-def _rank_main(worker: Callable[..., Any], rank: int, world_size: int, port: int, folder: str, args: tuple) -> None:
+def _rank_main(
+    worker: Callable[..., Any], rank: int, world_size: int, port: int, folder: str, args: tuple
+) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+    )
     dist.barrier()
     start = time.monotonic()
     file = Path(folder) / f"{rank}.pt"
     try:
         outcome = {"result": worker(rank, *args), "seconds": time.monotonic() - start}
     except BaseException as error:
-        torch.save({"error": (type(error).__name__, str(error)), "seconds": time.monotonic() - start,
-                    "trace": traceback.format_exc()}, file)
+        torch.save(
+            {
+                "error": (type(error).__name__, str(error)),
+                "seconds": time.monotonic() - start,
+                "trace": traceback.format_exc(),
+            },
+            file,
+        )
         sys.exit(1)
     torch.save(outcome, file)
     dist.barrier()
@@ -83,8 +102,10 @@ def cut(num_stages: int) -> list[tuple[int, int]]:
 
 def stage_of_taps(layers: list[tuple[int, int]]) -> dict[int, int]:
     """Tap id -> the stage that captures it."""
-    return {tap: next(s for s, (first, last) in enumerate(layers) if first <= tap < last or tap == last == LAYERS)
-            for tap in TAPS}
+    return {
+        tap: next(s for s, (first, last) in enumerate(layers) if first <= tap < last or tap == last == LAYERS)
+        for tap in TAPS
+    }
 
 
 class Layer(nn.Module):
@@ -100,7 +121,8 @@ class Layer(nn.Module):
 
 
 class Part(nn.Module):
-    """Layers [first, last) of the policy; stage 0 embeds tokens, the last stage ends with the norm and owns the head."""
+    """Layers [first, last) of the policy; stage 0 embeds tokens, the last stage ends with the norm and owns
+    the head."""
 
     def __init__(self, first: int, last: int, *, recompute: bool = False):
         super().__init__()
@@ -133,7 +155,9 @@ class Draft(nn.Module):
     def __init__(self, weights: dict[str, Tensor]):
         super().__init__()
         self.fc, self.out = nn.Linear(len(TAPS) * WIDTH, WIDTH), nn.Linear(WIDTH, VOCAB)
-        self.load_state_dict({name.removeprefix("draft."): value for name, value in weights.items() if name[:6] == "draft."})
+        self.load_state_dict(
+            {name.removeprefix("draft."): value for name, value in weights.items() if name[:6] == "draft."}
+        )
         self.teacher_head = weights["head"]
         self.losses: list[Tensor] = []
 
@@ -154,10 +178,16 @@ def make_weights(seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     whole = Part(0, LAYERS)
     shapes = {name: p.shape for name, p in whole.named_parameters()}
-    shapes |= {"draft.fc.weight": (WIDTH, len(TAPS) * WIDTH), "draft.fc.bias": (WIDTH,), "draft.out.weight": (VOCAB, WIDTH),
-               "draft.out.bias": (VOCAB,)}
-    return {name: torch.randn(shape, generator=generator) * (0.3 if len(shape) > 1 else 0.1)
-            for name, shape in shapes.items()}
+    shapes |= {
+        "draft.fc.weight": (WIDTH, len(TAPS) * WIDTH),
+        "draft.fc.bias": (WIDTH,),
+        "draft.out.weight": (VOCAB, WIDTH),
+        "draft.out.bias": (VOCAB,),
+    }
+    return {
+        name: torch.randn(shape, generator=generator) * (0.3 if len(shape) > 1 else 0.1)
+        for name, shape in shapes.items()
+    }
 
 
 def make_batch(seed: int, num_microbatches: int) -> tuple[Tensor, Tensor]:
@@ -170,13 +200,17 @@ def policy_loss(hidden: Tensor, target: Tensor, head: Tensor) -> Tensor:
     return F.cross_entropy((hidden @ head.T).reshape(-1, VOCAB), target.reshape(-1))
 
 
-def one_process(weights: dict[str, Tensor], seed: int, num_microbatches: int, draft_on: bool) -> dict[str, Tensor]:
+def one_process(
+    weights: dict[str, Tensor], seed: int, num_microbatches: int, draft_on: bool
+) -> dict[str, Tensor]:
     """The same step on one process, written without any of the pipeline: losses, and gradients by name."""
     policy, draft = Part(0, LAYERS).load(weights), Draft(weights)
     tokens, targets = make_batch(seed, num_microbatches)
     captured: dict[int, Tensor] = {}
     for tap, module in policy.tap_points().items():
-        module.register_forward_pre_hook(lambda _, args, tap=tap: captured.__setitem__(tap, args[0].detach().clone()))
+        module.register_forward_pre_hook(
+            lambda _, args, tap=tap: captured.__setitem__(tap, args[0].detach().clone())
+        )
     losses = []
     for m in range(num_microbatches):
         policy.microbatch = m
@@ -185,8 +219,12 @@ def one_process(weights: dict[str, Tensor], seed: int, num_microbatches: int, dr
         (loss / num_microbatches).backward()
         losses.append(loss.detach())
         if draft_on:
-            draft(m, {tap: captured[tap].view(ROWS, WIDTH) for tap in TAPS}, hidden.detach().view(ROWS, WIDTH))
+            draft(
+                m, {tap: captured[tap].view(ROWS, WIDTH) for tap in TAPS}, hidden.detach().view(ROWS, WIDTH)
+            )
     found = {name: p.grad for name, p in policy.named_parameters()} | {"losses": torch.stack(losses)}
     if draft_on:
-        found |= {f"draft.{name}": p.grad for name, p in draft.named_parameters()} | {"draft.losses": torch.stack(draft.losses)}
+        found |= {f"draft.{name}": p.grad for name, p in draft.named_parameters()} | {
+            "draft.losses": torch.stack(draft.losses)
+        }
     return found

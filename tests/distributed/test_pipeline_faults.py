@@ -1,4 +1,5 @@
-"""Faults of the tap channel: every surviving rank ends with a named error inside the deadline, and no process is left."""
+"""Faults of the tap channel: every surviving rank ends with a named error inside the deadline, and no process
+is left."""
 
 from __future__ import annotations
 
@@ -11,7 +12,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pipeline_ranks import ROWS, WIDTH, Draft, Part, cut, make_batch, make_weights, policy_loss, run_ranks, stage_of_taps
+from pipeline_ranks import (
+    ROWS,
+    WIDTH,
+    Draft,
+    Part,
+    cut,
+    make_batch,
+    make_weights,
+    policy_loss,
+    run_ranks,
+    stage_of_taps,
+)
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from torchspec.pipeline.errors import PipelineError
@@ -31,7 +43,9 @@ class FaultyTransport(GlooTransport):
     fault = ""
 
     def send(self, index: int, stream: int, header: torch.Tensor, taps: list[torch.Tensor]) -> None:
-        if index != 1 and not (index > 1 and self.fault == "late message"):  # later ones queue behind a late one
+        if index != 1 and not (
+            index > 1 and self.fault == "late message"
+        ):  # later ones queue behind a late one
             return super().send(index, stream, header, taps)
         if self.fault == "sleep in put":
             time.sleep(2 * DEADLINE)
@@ -43,8 +57,9 @@ class FaultyTransport(GlooTransport):
             header[4] = 3
         if self.fault == "drop header":
             tagged = self._tagged(stream, header, taps)[1:]
-            self.works[index] = [dist.isend(tensor, group=self.group, group_dst=self.peer, tag=tag)
-                                 for tag, tensor in tagged]
+            self.works[index] = [
+                dist.isend(tensor, group=self.group, group_dst=self.peer, tag=tag) for tag, tensor in tagged
+            ]
             return None
         return super().send(index, stream, header, taps)
 
@@ -53,10 +68,15 @@ def worker(rank: int, fault: str, seed: int) -> None:
     group = new_pipeline_group([range(RANKS)], deadline_s=DEADLINE)
     layers, weights = cut(RANKS), make_weights(seed)
     part = Part(*layers[rank]).load(weights)
-    schedule = Schedule1F1B(PipelineStage(part, rank, RANKS, torch.device("cpu"), group=group), MICROBATCHES,
-                            loss_fn=lambda hidden, target: policy_loss(hidden, target, part.head))
+    schedule = Schedule1F1B(
+        PipelineStage(part, rank, RANKS, torch.device("cpu"), group=group),
+        MICROBATCHES,
+        loss_fn=lambda hidden, target: policy_loss(hidden, target, part.head),
+    )
     plan = make_tap_plan(schedule_table("1F1B", RANKS, MICROBATCHES), stage_of_taps(layers))
-    channel = open_channel(plan, [range(RANKS)], num_rows=ROWS, width=WIDTH, dtype=torch.float32, deadline_s=DEADLINE)
+    channel = open_channel(
+        plan, [range(RANKS)], num_rows=ROWS, width=WIDTH, dtype=torch.float32, deadline_s=DEADLINE
+    )
     draft = Draft(weights)
     armed = [False]
 
@@ -70,8 +90,14 @@ def worker(rank: int, fault: str, seed: int) -> None:
         if armed[0] and rank == SOURCE and microbatch == 2 and fault == "kill source":
             os.kill(os.getpid(), signal.SIGKILL)
 
-    pipeline = CoTrainPipeline(schedule, [schedule._stage], channel, part.tap_points(),
-                               draft_step=draft_step if rank == DRAFT else None, on_microbatch=on_microbatch)
+    pipeline = CoTrainPipeline(
+        schedule,
+        [schedule._stage],
+        channel,
+        part.tap_points(),
+        draft_step=draft_step if rank == DRAFT else None,
+        on_microbatch=on_microbatch,
+    )
     for step in range(2):  # the first is sound
         tokens, targets = make_batch(seed + step, MICROBATCHES)
         if step == 1:
@@ -91,7 +117,11 @@ FAULTS = {
     # fault: (the rank that dies, the named errors of the draft's rank, what its sentence says)
     "kill draft": (DRAFT, None, ""),
     "kill source": (SOURCE, ("TapPeerLost", "PipelineStalled"), "has ended"),
-    "late message": (None, ("TapTimeout",), "waited 3.0 s for the taps of microbatch 1 from stage 0 on rank 0"),
+    "late message": (
+        None,
+        ("TapTimeout",),
+        "waited 3.0 s for the taps of microbatch 1 from stage 0 on rank 0",
+    ),
     "sleep in put": (None, ("TapTimeout", "PipelineStalled"), "microbatch 1"),
     "drop header": (None, ("TapTimeout", "TapHeaderError"), "microbatch 1 from stage 0 on rank 0"),
     "corrupt header": (None, ("TapHeaderError",), "microbatch 3 instead of 1"),
@@ -108,7 +138,12 @@ def test_every_survivor_ends_with_a_named_error(fault):
             continue
         name, sentence = outcome.get("error", ("", str(outcome)))
         assert outcome["exitcode"] == 1, f"rank {rank} was still there: {outcome}"
-        assert name in ("TapTimeout", "TapPeerLost", "TapHeaderError", "PipelineStalled"), f"rank {rank}: {name} {sentence}"
+        assert name in (
+            "TapTimeout",
+            "TapPeerLost",
+            "TapHeaderError",
+            "PipelineStalled",
+        ), f"rank {rank}: {name} {sentence}"
         assert f"Rank {rank}" in sentence and "waited" in sentence
         asleep = 2 * DEADLINE if fault == "sleep in put" and rank == SOURCE else 0.0
         seconds = float(sentence.rsplit("[", 1)[1].split()[0])

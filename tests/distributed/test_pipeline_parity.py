@@ -41,14 +41,19 @@ def run_step(rank: int, group: Any, case: dict, seed: int) -> dict:
     num_ranks = dist.get_world_size()
     holders = rank_of_stages(name, num_ranks)
     layers, weights, log = cut(len(holders)), make_weights(seed), []
-    parts = {s: Part(*layers[s], recompute=case.get("recompute", False)).load(weights)
-             for s, holder in enumerate(holders) if holder == rank}
+    parts = {
+        s: Part(*layers[s], recompute=case.get("recompute", False)).load(weights)
+        for s, holder in enumerate(holders)
+        if holder == rank
+    }
     static: dict[str, Any] = {}
     stages = []
     for s, part in parts.items():
         if case.get("static"):
             hidden = torch.empty(1, ROWS, WIDTH, requires_grad=True)
-            static = dict(input_args=torch.empty(1, ROWS, dtype=torch.int64) if s == 0 else hidden, output_args=hidden)
+            static = dict(
+                input_args=torch.empty(1, ROWS, dtype=torch.int64) if s == 0 else hidden, output_args=hidden
+            )
         stages.append(PipelineStage(part, s, len(holders), torch.device("cpu"), group=group, **static))
     head = next((part.head for part in parts.values() if part.head is not None), None)
     loss_fn = lambda hidden, target: policy_loss(hidden, target, head)  # noqa: E731
@@ -57,37 +62,66 @@ def run_step(rank: int, group: Any, case: dict, seed: int) -> dict:
 
     channel = draft = None
     if mode != "off":
-        plan = make_tap_plan(schedule_table(name, num_ranks, num_microbatches), stage_of_taps(layers),
-                             draft_schedule=mode, draft_stage=case.get("draft_stage", -1), slots=case.get("slots", 0))
-        channel = open_channel(plan, [range(num_ranks)], num_rows=ROWS, width=WIDTH, dtype=torch.float32, deadline_s=60)
+        plan = make_tap_plan(
+            schedule_table(name, num_ranks, num_microbatches),
+            stage_of_taps(layers),
+            draft_schedule=mode,
+            draft_stage=case.get("draft_stage", -1),
+            slots=case.get("slots", 0),
+        )
+        channel = open_channel(
+            plan, [range(num_ranks)], num_rows=ROWS, width=WIDTH, dtype=torch.float32, deadline_s=60
+        )
         draft = Draft(weights) if channel.is_draft else None
     points = {tap: module for part in parts.values() for tap, module in part.tap_points().items()}
-    pipeline = CoTrainPipeline(schedule, stages, channel, points if channel else {}, draft_step=draft, log=log,
-                               on_microbatch=lambda s, m: setattr(parts[s], "microbatch", m))
+    pipeline = CoTrainPipeline(
+        schedule,
+        stages,
+        channel,
+        points if channel else {},
+        draft_step=draft,
+        log=log,
+        on_microbatch=lambda s, m: setattr(parts[s], "microbatch", m),
+    )
     found: dict[str, Any] = {}
     outputs: dict[int, torch.Tensor] = {}
     if mode == "inline" and not static:
-        twins = [PipelineStage(part, s, len(holders), torch.device("cpu"), group=group) for s, part in parts.items()]
-        forward = CoTrainPipeline(forward_only_schedule(name, twins, num_microbatches), twins, None, {}, forward_only=True,
-                                  on_microbatch=lambda s, m: setattr(parts[s], "microbatch", m),
-                                  on_output=lambda m, output: outputs.__setitem__(m, output))
+        twins = [
+            PipelineStage(part, s, len(holders), torch.device("cpu"), group=group)
+            for s, part in parts.items()
+        ]
+        forward = CoTrainPipeline(
+            forward_only_schedule(name, twins, num_microbatches),
+            twins,
+            None,
+            {},
+            forward_only=True,
+            on_microbatch=lambda s, m: setattr(parts[s], "microbatch", m),
+            on_output=lambda m, output: outputs.__setitem__(m, output),
+        )
     for step in range(2):
         del log[:]
         for module in (*parts.values(), *([draft] if draft else [])):
             module.zero_grad()
         tokens, targets = make_batch(seed + step, num_microbatches)
         losses: list[torch.Tensor] = []
-        pipeline.step(*([tokens] if 0 in parts else []), target=targets if head is not None else None, losses=losses)
+        pipeline.step(
+            *([tokens] if 0 in parts else []), target=targets if head is not None else None, losses=losses
+        )
         grads = {n: p.grad.clone() for part in parts.values() for n, p in part.named_parameters()}
         grads |= {"losses": torch.stack(losses).detach()} if losses else {}
         if draft is not None:
             grads |= {f"draft.{n}": p.grad.clone() for n, p in draft.named_parameters()}
-            grads["draft.losses"] = torch.stack(draft.losses[step * num_microbatches:])
+            grads["draft.losses"] = torch.stack(draft.losses[step * num_microbatches :])
         found[f"grads{step}"] = grads
         if mode == "inline" and not static:  # between two training steps, over the same modules
             forward.step(*([tokens] if 0 in parts else []))
             found["forward"] = dict(outputs)
-    return found | {"entries": entries(log), "drafts": [e[2] for e in log if e[0] == "draft"], "log": [e[:3] for e in log]}
+    return found | {
+        "entries": entries(log),
+        "drafts": [e[2] for e in log if e[0] == "draft"],
+        "log": [e[:3] for e in log],
+    }
 
 
 def worker(rank: int, cases: list[dict], seed: int) -> list[dict]:
@@ -99,12 +133,26 @@ def case(schedule: str, microbatches: int, mode: str, **more: Any) -> dict:
     return dict(schedule=schedule, microbatches=microbatches, mode=mode) | more
 
 
-CASES_2 = [case(name, 5 if name in ("GPipe", "LoopedBFS", "1F1B") else 4, mode, recompute=name not in SPLIT_BACKWARD)
-           for name in SCHEDULES for mode in ("inline", "deferred", "off")]
-CASES_2 += [case("GPipe", 6, "deferred", slots=1), case("GPipe", 6, "inline", slots=2), case("1F1B", 3, "inline", static=True),
-            case("1F1B", 4, "deferred", draft_stage=0), case("ZBVZeroBubble", 4, "deferred", draft_stage=1)]
-CASES_4 = [case("1F1B", 5, "inline"), case("1F1B", 5, "deferred"), case("Interleaved1F1B", 4, "inline"),
-           case("Interleaved1F1B", 4, "deferred"), case("ZBVZeroBubble", 7, "inline"), case("ZBVZeroBubble", 7, "deferred")]
+CASES_2 = [
+    case(name, 5 if name in ("GPipe", "LoopedBFS", "1F1B") else 4, mode, recompute=name not in SPLIT_BACKWARD)
+    for name in SCHEDULES
+    for mode in ("inline", "deferred", "off")
+]
+CASES_2 += [
+    case("GPipe", 6, "deferred", slots=1),
+    case("GPipe", 6, "inline", slots=2),
+    case("1F1B", 3, "inline", static=True),
+    case("1F1B", 4, "deferred", draft_stage=0),
+    case("ZBVZeroBubble", 4, "deferred", draft_stage=1),
+]
+CASES_4 = [
+    case("1F1B", 5, "inline"),
+    case("1F1B", 5, "deferred"),
+    case("Interleaved1F1B", 4, "inline"),
+    case("Interleaved1F1B", 4, "deferred"),
+    case("ZBVZeroBubble", 7, "inline"),
+    case("ZBVZeroBubble", 7, "deferred"),
+]
 
 
 def results(world_size: int, cases: list[dict]) -> list[list[dict]]:
@@ -125,7 +173,10 @@ def four() -> list[list[dict]]:
 
 
 def title(c: dict) -> str:
-    return "-".join(str(value) if key in ("schedule", "microbatches", "mode") else f"{key}={value}" for key, value in c.items())
+    return "-".join(
+        str(value) if key in ("schedule", "microbatches", "mode") else f"{key}={value}"
+        for key, value in c.items()
+    )
 
 
 def check_equal(ranks: list[dict], c: dict) -> None:
@@ -151,7 +202,8 @@ def test_four_ranks_equal_one(four, index):
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_forward_only(two, name):
-    """Forward-only passes between training steps, every schedule: the last stage's outputs, without gradients."""
+    """Forward-only passes between training steps, every schedule: the last stage's outputs, without
+    gradients."""
     index = next(i for i, c in enumerate(CASES_2) if (c["schedule"], c["mode"]) == (name, "inline"))
     outputs = {m: output for rank in two[index] for m, output in rank["forward"].items()}
     tokens, _ = make_batch(SEED + 1, CASES_2[index]["microbatches"])
@@ -165,11 +217,18 @@ def test_forward_only(two, name):
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_schedule_is_untouched(two, name):
-    """Actions and messages, in order, recorded at the stages' own methods: the same with the draft inline, deferred, off."""
-    mine = {c["mode"]: ranks for c, ranks in list(zip(CASES_2, two, strict=True))[: 3 * len(SCHEDULES)] if c["schedule"] == name}
+    """Actions and messages, in order, recorded at the stages' own methods: the same with the draft inline,
+    deferred, off."""
+    mine = {
+        c["mode"]: ranks
+        for c, ranks in list(zip(CASES_2, two, strict=True))[: 3 * len(SCHEDULES)]
+        if c["schedule"] == name
+    }
     for rank in range(2):
         alone = mine["off"][rank]["entries"]
-        assert sum(entry[0] == "F" for entry in alone) >= 4 and any(entry[0].startswith("SEND") for entry in alone)
+        assert sum(entry[0] == "F" for entry in alone) >= 4 and any(
+            entry[0].startswith("SEND") for entry in alone
+        )
         assert mine["inline"][rank]["entries"] == alone
         assert mine["deferred"][rank]["entries"] == alone
     # The table that plans the channel is what ran.
@@ -180,7 +239,8 @@ def test_the_schedule_is_untouched(two, name):
 
 
 def test_where_the_draft_runs(two):
-    """Inline: once in each forward of the last stage. Deferred: in order, where the plan says, the rest at the end."""
+    """Inline: once in each forward of the last stage. Deferred: in order, where the plan says, the rest at
+    the end."""
     for c, ranks in zip(CASES_2, two, strict=True):
         drafts = [rank["drafts"] for rank in ranks if rank["drafts"]]
         assert drafts == ([] if c["mode"] == "off" else [list(range(c["microbatches"]))])
@@ -193,8 +253,12 @@ def test_where_the_draft_runs(two):
                 if kind == "draft":
                     counts[m] = done
             table = schedule_table(c["schedule"], 2, c["microbatches"])
-            plan = make_tap_plan(table, stage_of_taps(cut(table.num_stages)), draft_schedule="deferred",
-                                 draft_stage=c.get("draft_stage", -1))
+            plan = make_tap_plan(
+                table,
+                stage_of_taps(cut(table.num_stages)),
+                draft_schedule="deferred",
+                draft_stage=c.get("draft_stage", -1),
+            )
             early = {m: count for count, some in plan.draft_after.items() for m in some}
             assert counts == {m: early.get(m, done) for m in range(c["microbatches"])}
     assert early_drafts(), "no schedule here has drafts in its gaps; the check above is empty"

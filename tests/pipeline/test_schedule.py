@@ -1,4 +1,5 @@
-"""The tables, against an independent reading of them, and the proof over every schedule, without processes."""
+"""The tables, against an independent reading of them, and the proof over every schedule, without
+processes."""
 
 from __future__ import annotations
 
@@ -7,14 +8,24 @@ from dataclasses import replace
 import pytest
 
 from torchspec.errors import ConfigError
-from torchspec.pipeline.schedule import SCHEDULES, Action, ScheduleTable, rank_of_stages, schedule_table, table_of
+from torchspec.pipeline.schedule import (
+    SCHEDULES,
+    Action,
+    ScheduleTable,
+    rank_of_stages,
+    schedule_table,
+    table_of,
+)
 from torchspec.pipeline.simulate import ScheduleError, costs_from, in_flight_maximum, simulate
 from torchspec.pipeline.tap_plan import FINAL_HIDDEN, make_tap_plan
 
 # Which microbatch counts of 1..16 a schedule takes with 4 ranks (two stages a rank where it has several).
 ACCEPTED_4 = {
-    "GPipe": range(1, 17), "LoopedBFS": range(1, 17), "ZBVZeroBubble": range(1, 17),
-    "1F1B": range(4, 17), "DualPipeV": range(8, 17),
+    "GPipe": range(1, 17),
+    "LoopedBFS": range(1, 17),
+    "ZBVZeroBubble": range(1, 17),
+    "1F1B": range(4, 17),
+    "DualPipeV": range(8, 17),
     "Interleaved1F1B": [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15, 16],
     "InterleavedZeroBubble": [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15, 16],
 }
@@ -32,7 +43,8 @@ def accepted(name: str, num_ranks: int) -> list[ScheduleTable]:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_tables_hold_every_action_once(name):
-    """Per stage: M forwards in order 0..M-1, a full or a split backward of each after it, sends and receives in pairs."""
+    """Per stage: M forwards in order 0..M-1, a full or a split backward of each after it, sends and receives
+    in pairs."""
     tables = accepted(name, 4)
     assert [table.num_microbatches for table in tables] == list(ACCEPTED_4[name])
     for table in tables:
@@ -64,12 +76,17 @@ def test_1f1b_last_rank():
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_taps_never_block_or_overflow(name, num_ranks):
-    """Taps of every stage, draft inline and deferred, on the last stage and on stage 0: gets are matched, slots suffice."""
+    """Taps of every stage, draft inline and deferred, on the last stage and on stage 0: gets are matched,
+    slots suffice."""
     for table in accepted(name, num_ranks):
         last = table.num_stages - 1
         for draft_stage, draft_schedule in ((last, "inline"), (last, "deferred"), (0, "deferred")):
-            plan = make_tap_plan(table, {stage: stage for stage in range(table.num_stages)}, draft_stage=draft_stage,
-                                 draft_schedule=draft_schedule)
+            plan = make_tap_plan(
+                table,
+                {stage: stage for stage in range(table.num_stages)},
+                draft_stage=draft_stage,
+                draft_schedule=draft_schedule,
+            )
             for buffered in (False, True):
                 result = simulate(table, plan.flow(), buffered=buffered)
                 for stage, slots in plan.slots.items():
@@ -91,21 +108,28 @@ def test_slots_are_the_schedules_own_maximum():
 def test_fewer_slots_work_or_are_refused():
     table = schedule_table("GPipe", 4, 8)
     assert simulate(table, make_tap_plan(table, {0: 0, 2: 1}, slots=1).flow()).peak_in_flight[0] <= 2
-    table = schedule_table("LoopedBFS", 2, 8)  # 8 forwards of stage 0 before one of stage 2: 4 in slots, 4 sends
+    table = schedule_table(
+        "LoopedBFS", 2, 8
+    )  # 8 forwards of stage 0 before one of stage 2: 4 in slots, 4 sends
     with pytest.raises(ConfigError, match="would stop LoopedBFS for ever.*4 slots work"):
         make_tap_plan(table, {0: 0}, slots=2)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_deferred_is_never_slower_than_inline(name):
-    """And where a rank idles after its last action, it is quicker by the smaller of the draft's time and that idle time."""
+    """And where a rank idles after its last action, it is quicker by the smaller of the draft's time and that
+    idle time."""
     for num_ranks in (2, 4):
         for table in accepted(name, num_ranks)[-4:]:
             share = num_ranks / table.num_stages
             for draft in (0.1, 0.5, 2.0):
                 costs = costs_from({"F": share, "B": 2 * share, "I": share, "W": share, "draft": draft})
-                runs = {mode: simulate(table, make_tap_plan(table, {0: 0}, draft_schedule=mode, costs=costs).flow(), costs)
-                        for mode in ("inline", "deferred")}
+                runs = {
+                    mode: simulate(
+                        table, make_tap_plan(table, {0: 0}, draft_schedule=mode, costs=costs).flow(), costs
+                    )
+                    for mode in ("inline", "deferred")
+                }
                 saved = runs["inline"].seconds - runs["deferred"].seconds
                 assert saved >= -1e-9
                 if name in ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS"):
@@ -126,11 +150,12 @@ def swapped(table: ScheduleTable, rank: int, kind: str) -> ScheduleTable:
     steps = list(table.steps[rank])
     first, second = [index for index, step in enumerate(steps) if step[0].kind == kind][:2]
     steps[first], steps[second] = steps[second], steps[first]
-    return replace(table, steps=table.steps[:rank] + (tuple(steps),) + table.steps[rank + 1:])
+    return replace(table, steps=table.steps[:rank] + (tuple(steps),) + table.steps[rank + 1 :])
 
 
 def test_the_simulation_sees_what_is_wrong():
-    """A table whose receives are exchanged, a link in the wrong order, a get that no put answers: each is refused."""
+    """A table whose receives are exchanged, a link in the wrong order, a get that no put answers: each is
+    refused."""
     table = schedule_table("Interleaved1F1B", 2, 4)
     with pytest.raises(ScheduleError, match="wait"):
         simulate(swapped(table, 1, "RECV_F"))
@@ -146,14 +171,17 @@ def test_the_simulation_sees_what_is_wrong():
         simulate(table, missing)
 
 
-@pytest.mark.parametrize(("change", "sentence"), [
-    (dict(draft_stage=9), "stages 0 to 3"),
-    (dict(draft_stage=0), "cannot run inline"),
-    (dict(draft_schedule="later"), "inline"),
-    (dict(stage_of_tap={}), "no taps"),
-    (dict(stage_of_tap={2: 7}), "Tap 2"),
-    (dict(slots=-1), "slots = -1"),
-])
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (dict(draft_stage=9), "stages 0 to 3"),
+        (dict(draft_stage=0), "cannot run inline"),
+        (dict(draft_schedule="later"), "inline"),
+        (dict(stage_of_tap={}), "no taps"),
+        (dict(stage_of_tap={2: 7}), "Tap 2"),
+        (dict(slots=-1), "slots = -1"),
+    ],
+)
 def test_plans_that_cannot_work(change, sentence):
     arguments = dict(stage_of_tap={0: 0}) | change
     with pytest.raises(ConfigError, match=sentence):
@@ -165,11 +193,18 @@ def test_final_hidden_travels_when_the_draft_is_not_last():
     assert plan.gets_at_end and plan.taps_of[3] == (FINAL_HIDDEN,) and plan.slots[3] == 4
 
 
-@pytest.mark.parametrize(("arguments", "sentence"), [
-    (("FooPipe", 2, 4), "torch ships"), (("1F1B", 4, 3), "GPipe takes any"), (("Interleaved1F1B", 2, 5), "does not take 5"),
-    (("DualPipeV", 2, 3), "does not take 3"), (("GPipe", 2, 4, 2), "one stage"), (("ZBVZeroBubble", 2, 4, 3), "two stages"),
-    (("GPipe", 2, 0), "at least one"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("FooPipe", 2, 4), "torch ships"),
+        (("1F1B", 4, 3), "GPipe takes any"),
+        (("Interleaved1F1B", 2, 5), "does not take 5"),
+        (("DualPipeV", 2, 3), "does not take 3"),
+        (("GPipe", 2, 4, 2), "one stage"),
+        (("ZBVZeroBubble", 2, 4, 3), "two stages"),
+        (("GPipe", 2, 0), "at least one"),
+    ],
+)
 def test_schedules_that_are_refused(arguments, sentence):
     with pytest.raises(ConfigError, match=sentence):
         schedule_table(*arguments)

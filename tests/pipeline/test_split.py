@@ -16,13 +16,17 @@ def test_no_other_split_is_better(trial):
     chance = random.Random()
     costs = [chance.choice([1.0, 1.0, 2.0, 0.5]) for _ in range(chance.randint(4, 9))]
     stages = chance.randint(1, 4)
-    extra = dict(first_cost=chance.random(), last_cost=2 * chance.random(), draft_cost=3 * chance.random(),
-                 draft_stage=chance.randrange(stages))
+    extra = dict(
+        first_cost=chance.random(),
+        last_cost=2 * chance.random(),
+        draft_cost=3 * chance.random(),
+        draft_stage=chance.randrange(stages),
+    )
 
     def stage_costs(counts: tuple[int, ...]) -> list[float]:
         found, start = [], 0
         for count in counts:
-            found.append(sum(costs[start:start + count]))
+            found.append(sum(costs[start : start + count]))
             start += count
         found[0] += extra["first_cost"]
         found[-1] += extra["last_cost"]
@@ -46,6 +50,14 @@ def test_the_drafts_stage_gets_fewer_layers():
 
 def test_costs_are_in_policy_layers():
     """A one-layer draft with the policy's shapes, one pass and no vocabulary costs one layer."""
-    assert draft_cost_in_layers(layer_params=10, draft_params=10, num_passes=1, vocab=0, draft_vocab=0, hidden=8) == 1.0
-    assert draft_cost_in_layers(layer_params=10, draft_params=10, num_passes=3, vocab=30, draft_vocab=0, hidden=1) == 4.0
+    assert (
+        draft_cost_in_layers(layer_params=10, draft_params=10, num_passes=1, vocab=0, draft_vocab=0, hidden=8)
+        == 1.0
+    )
+    assert (
+        draft_cost_in_layers(
+            layer_params=10, draft_params=10, num_passes=3, vocab=30, draft_vocab=0, hidden=1
+        )
+        == 4.0
+    )
     assert head_cost_in_layers(layer_params=10, vocab=5, hidden=2) == 1.0

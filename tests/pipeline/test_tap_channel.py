@@ -60,11 +60,17 @@ class Wire:
 
 
 def ends(schedule="1F1B", ranks=2, stage_of_tap=None, slots=0, microbatches=M):
-    plan = make_tap_plan(schedule_table(schedule, ranks, microbatches), stage_of_tap or {0: 0, 2: 0, 5: 1}, slots=slots)
+    plan = make_tap_plan(
+        schedule_table(schedule, ranks, microbatches), stage_of_tap or {0: 0, 2: 0, 5: 1}, slots=slots
+    )
     wires = {source: Wire() for source in plan.links}
     settings = dict(num_rows=ROWS, width=WIDTH, dtype=torch.float64, device=torch.device("cpu"), deadline_s=5)
-    channels = {rank: TapChannel(plan, rank, {r: w for r, w in wires.items() if rank in (r, plan.draft_rank)}, **settings)
-                for rank in range(ranks)}
+    channels = {
+        rank: TapChannel(
+            plan, rank, {r: w for r, w in wires.items() if rank in (r, plan.draft_rank)}, **settings
+        )
+        for rank in range(ranks)
+    }
     for channel in channels.values():
         channel.begin_step()
     return plan, wires, channels
@@ -102,15 +108,21 @@ def test_a_put_waits_when_all_slots_are_taken():
     plan, wires, channels = ends("GPipe", slots=2, microbatches=5)
     for m in range(4):
         channels[0].put(0, m, taps)
-    with pytest.raises(TapTimeout, match=r"Rank 0 waited .* to put the taps of microbatch 4 of stage 0: all 2 slots are taken "
-                                         r"and rank 1 \(draft\) has not freed microbatch 2"):
+    with pytest.raises(
+        TapTimeout,
+        match=r"Rank 0 waited .* to put the taps of microbatch 4 of stage 0: all 2 slots are taken "
+        r"and rank 1 \(draft\) has not freed microbatch 2",
+    ):
         channels[0].put(0, 4, taps)
 
 
 def test_a_get_without_its_put():
     _, wires, channels = ends()
-    with pytest.raises(TapTimeout, match=r"Rank 1 \(draft, stage 1\) waited .* for the taps of microbatch 0 from stage 0 on "
-                                         "rank 0; the deadline is 5 s"):
+    with pytest.raises(
+        TapTimeout,
+        match=r"Rank 1 \(draft, stage 1\) waited .* for the taps of microbatch 0 from stage 0 on "
+        "rank 0; the deadline is 5 s",
+    ):
         channels[1].get(0)
     wires[0].lost = True
     with pytest.raises(TapPeerLost, match="rank 0 has ended"):
@@ -130,7 +142,9 @@ def test_every_field_of_the_header_is_checked(field):
 
     wires[0].send = damaged
     channels[0].put(0, 0, {0: rows(), 2: rows()})
-    with pytest.raises(TapHeaderError, match="waited for microbatch 0 from stage 0 on rank 0, but the header that came says"):
+    with pytest.raises(
+        TapHeaderError, match="waited for microbatch 0 from stage 0 on rank 0, but the header that came says"
+    ):
         channels[1].get(0)
 
 
@@ -143,14 +157,17 @@ def test_a_header_of_the_last_step_is_refused():
         channels[1].get(0)
 
 
-@pytest.mark.parametrize(("stage", "m", "taps", "sentence"), [
-    (1, 0, {5: rows()}, "no source of its own"),
-    (0, 1, {0: rows(), 2: rows()}, "where 0 is next"),
-    (0, 0, {0: rows()}, r"the plan says \(0, 2\)"),
-    (0, 0, {0: rows(), 2: rows()[:2]}, "Tap 2 of stage 0"),
-    (0, 0, {0: rows(), 2: rows().float()}, "float32"),
-    (0, 0, {0: rows(), 2: rows().requires_grad_()}, "requires_grad=True"),
-])
+@pytest.mark.parametrize(
+    ("stage", "m", "taps", "sentence"),
+    [
+        (1, 0, {5: rows()}, "no source of its own"),
+        (0, 1, {0: rows(), 2: rows()}, "where 0 is next"),
+        (0, 0, {0: rows()}, r"the plan says \(0, 2\)"),
+        (0, 0, {0: rows(), 2: rows()[:2]}, "Tap 2 of stage 0"),
+        (0, 0, {0: rows(), 2: rows().float()}, "float32"),
+        (0, 0, {0: rows(), 2: rows().requires_grad_()}, "requires_grad=True"),
+    ],
+)
 def test_puts_that_are_refused(stage, m, taps, sentence):
     _, _, channels = ends()
     with pytest.raises(PipelineError, match=sentence):

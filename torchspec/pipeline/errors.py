@@ -1,4 +1,5 @@
-"""How the pipeline's exchanges fail: always with a sentence that says who waited for which microbatch from whom."""
+"""How the pipeline's exchanges fail: always with a sentence that says who waited for which microbatch from
+whom."""
 
 from __future__ import annotations
 
@@ -22,4 +23,5 @@ class TapHeaderError(PipelineError):
 
 
 class PipelineStalled(PipelineError):
-    """The pipeline's own send or receive failed or passed its deadline (its rank has ended, or it is stuck)."""
+    """The pipeline's own send or receive failed or passed its deadline (its rank has ended, or it is
+    stuck)."""

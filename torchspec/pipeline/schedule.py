@@ -5,10 +5,10 @@ Words: an action is one thing that a rank does for one stage and one microbatch.
   SEND_F / RECV_F an activation leaves / arrives, SEND_B / RECV_B a gradient leaves / arrives;
   WAIT_SENDS the rank waits until its sends so far are done.
 
-torch's own tables are not used as they are: GPipe and 1F1B list no sends and receives, and 1F1B's list is wrong on the
-last rank (torch 2.13: with 4 ranks and 4 microbatches it has no "3F0" and a "3F4" that does not exist). These two are
-written here from what the schedules execute. The others are lowered by torch; their containers (DualPipeV's overlapped
-forward and backward) are flattened.
+torch's own tables are not used as they are: GPipe and 1F1B list no sends and receives, and 1F1B's list is
+wrong on the last rank (torch 2.13: with 4 ranks and 4 microbatches it has no "3F0" and a "3F4" that does not
+exist). These two are written here from what the schedules execute. The others are lowered by torch; their
+containers (DualPipeV's overlapped forward and backward) are flattened.
 
 This file is the only one that reads the private tables of torch's schedules (read: torch 2.13.0).
 """
@@ -65,8 +65,11 @@ class ScheduleTable:
 
     def forward_order(self, rank: int, stages: Sequence[int]) -> list[tuple[int, int]]:
         """(stage, microbatch) of the forwards of ``stages`` in the order in which ``rank`` runs them."""
-        return [(action.stage, action.microbatch) for action in self.actions(rank)
-                if action.kind == "F" and action.stage in stages]
+        return [
+            (action.stage, action.microbatch)
+            for action in self.actions(rank)
+            if action.kind == "F" and action.stage in stages
+        ]
 
 
 _STYLES = {
@@ -83,9 +86,11 @@ SCHEDULES = tuple(_STYLES)
 
 
 def rank_of_stages(name: str, num_ranks: int, stages_per_rank: int = 0) -> tuple[int, ...]:
-    """The rank of every stage under schedule ``name``. ``stages_per_rank`` 0 takes what the schedule needs (1 or 2).
+    """The rank of every stage under schedule ``name``. ``stages_per_rank`` 0 takes what the schedule needs (1
+    or 2).
 
-    Raises ConfigError for a schedule that torch does not ship and for a number of stages that it does not take.
+    Raises ConfigError for a schedule that torch does not ship and for a number of stages that it does not
+    take.
     """
     if name not in _STYLES:
         raise ConfigError(f"There is no pipeline schedule '{name}'; torch ships {', '.join(SCHEDULES)}.")
@@ -101,15 +106,20 @@ def rank_of_stages(name: str, num_ranks: int, stages_per_rank: int = 0) -> tuple
 
 
 @cache
-def schedule_table(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int = 0) -> ScheduleTable:
+def schedule_table(
+    name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int = 0
+) -> ScheduleTable:
     """The table of schedule ``name``, without processes.
 
-    Raises ConfigError where the schedule does not accept ``num_microbatches`` (torch's own sentence says why).
+    Raises ConfigError where the schedule does not accept ``num_microbatches`` (torch's own sentence says
+    why).
     """
     stage_to_rank = rank_of_stages(name, num_ranks, stages_per_rank)
     if num_microbatches < 1 or num_ranks < 1:
-        raise ConfigError(f"A pipeline needs at least one rank and one microbatch, not {num_ranks} and "
-                          f"{num_microbatches}.")
+        raise ConfigError(
+            f"A pipeline needs at least one rank and one microbatch, not {num_ranks} and "
+            f"{num_microbatches}."
+        )
     if _STYLES[name] == "single":
         return _single_table(name, num_ranks, num_microbatches)
     import torch
@@ -117,15 +127,22 @@ def schedule_table(name: str, num_ranks: int, num_microbatches: int, stages_per_
 
     stages = [
         # The attributes that a schedule's constructor reads of a stage.
-        SimpleNamespace(stage_index=stage, num_stages=len(stage_to_rank), group_size=num_ranks, group_rank=0,
-                        submod=torch.nn.Identity())
-        for stage, rank in enumerate(stage_to_rank) if rank == 0
+        SimpleNamespace(
+            stage_index=stage,
+            num_stages=len(stage_to_rank),
+            group_size=num_ranks,
+            group_rank=0,
+            submod=torch.nn.Identity(),
+        )
+        for stage, rank in enumerate(stage_to_rank)
+        if rank == 0
     ]
     try:
         schedule = get_schedule_class(name)(stages, num_microbatches, loss_fn=lambda output, target: output)
     except ValueError as error:
-        raise ConfigError(f"{name} with {num_ranks} ranks does not take {num_microbatches} microbatches: "
-                          f"{error}") from error
+        raise ConfigError(
+            f"{name} with {num_ranks} ranks does not take {num_microbatches} microbatches: " f"{error}"
+        ) from error
     return _lowered_table(name, schedule)
 
 
@@ -141,8 +158,10 @@ def table_of(schedule: Any) -> ScheduleTable:
             return _single_table(name, schedule._num_stages, schedule._n_microbatches)
     if getattr(schedule, "pipeline_order_with_comms", None):
         return _lowered_table(type(schedule).__name__.removeprefix("Schedule"), schedule)
-    raise ConfigError(f"{type(schedule).__name__} is no pipeline schedule that taps can be sent beside; use one of "
-                      f"{', '.join(SCHEDULES)}.")
+    raise ConfigError(
+        f"{type(schedule).__name__} is no pipeline schedule that taps can be sent beside; use one of "
+        f"{', '.join(SCHEDULES)}."
+    )
 
 
 def _lowered_table(name: str, schedule: Any) -> ScheduleTable:
@@ -155,21 +174,31 @@ def _lowered_table(name: str, schedule: Any) -> ScheduleTable:
         for entry in schedule.pipeline_order_with_comms[rank]:
             for action in entry.sub_actions or (entry,):
                 if action.computation_type.value in wanted:
-                    actions.append((Action(action.computation_type.value, action.stage_index,
-                                           action.microbatch_index),))
+                    actions.append(
+                        (Action(action.computation_type.value, action.stage_index, action.microbatch_index),)
+                    )
         actions.append((Action("WAIT_SENDS", -1, -1),))
         steps.append(tuple(actions))
-    return ScheduleTable(name, schedule.pp_group_size, schedule._num_stages, schedule._n_microbatches,
-                         tuple(mapping[stage] for stage in range(schedule._num_stages)), tuple(steps))
+    return ScheduleTable(
+        name,
+        schedule.pp_group_size,
+        schedule._num_stages,
+        schedule._n_microbatches,
+        tuple(mapping[stage] for stage in range(schedule._num_stages)),
+        tuple(steps),
+    )
 
 
 def _single_table(name: str, num_ranks: int, num_microbatches: int) -> ScheduleTable:
     if name == "1F1B" and num_microbatches < num_ranks:
-        raise ConfigError(f"1F1B needs at least as many microbatches as pipeline ranks, not {num_microbatches} for "
-                          f"{num_ranks} ranks; GPipe takes any number.")
+        raise ConfigError(
+            f"1F1B needs at least as many microbatches as pipeline ranks, not {num_microbatches} for "
+            f"{num_ranks} ranks; GPipe takes any number."
+        )
     write = _gpipe_steps if name == "GPipe" else _1f1b_steps
-    steps = tuple(tuple(step for step in write(rank, num_ranks, num_microbatches) if step)
-                  for rank in range(num_ranks))
+    steps = tuple(
+        tuple(step for step in write(rank, num_ranks, num_microbatches) if step) for rank in range(num_ranks)
+    )
     return ScheduleTable(name, num_ranks, num_ranks, num_microbatches, tuple(range(num_ranks)), steps)
 
 
@@ -208,7 +237,8 @@ def _gpipe_steps(rank: int, num_ranks: int, num_microbatches: int) -> list[Step]
 
 
 def _1f1b_steps(rank: int, num_ranks: int, num_microbatches: int) -> list[Step]:
-    """As Schedule1F1B executes it: sends and receives between a forward and a backward are fused and waited for."""
+    """As Schedule1F1B executes it: sends and receives between a forward and a backward are fused and waited
+    for."""
     moves = _Moves(rank, num_ranks)
     warm_up = min(num_microbatches, num_ranks - rank)
     steps: list[Step] = []

@@ -3,12 +3,12 @@
 Used for the proof over all schedules (tests), for sizing the slots (tap_plan.py) and for the timeline picture
 (tools/simulate_schedule.py).
 
-Model. A rank does its operations one after the other. Sends and receives of the pipeline are posted; a compute action
-waits for its own receive. Two ranks that exchange anything share one queue, and what either posts there is done in the
-order of posting: a send is done only when it meets its receive at the head of both queues (a batch meets its
-counterparts in any order). This is the strictest behaviour of any backend (NCCL, one communicator a pair, nothing
-buffered): what runs here runs on gloo too. Every wait of the model is for an event whose cause does not depend on time,
-so one run without a deadlock proves that no timing has one.
+Model. A rank does its operations one after the other. Sends and receives of the pipeline are posted; a
+compute action waits for its own receive. Two ranks that exchange anything share one queue, and what either
+posts there is done in the order of posting: a send is done only when it meets its receive at the head of both
+queues (a batch meets its counterparts in any order). This is the strictest behaviour of any backend (NCCL,
+one communicator a pair, nothing buffered): what runs here runs on gloo too. Every wait of the model is for an
+event whose cause does not depend on time, so one run without a deadlock proves that no timing has one.
 
 Taps travel beside it: "put" after a forward of a source stage, "get" in a forward of the draft's stage.
 """
@@ -26,11 +26,12 @@ from torchspec.pipeline.schedule import COMPUTE_KINDS, RECEIVE_KINDS, SEND_KINDS
 class TapFlow:
     """What the channel adds to a schedule, as the simulation sees it.
 
-    ``links[rank]``: (stage, microbatch) of the messages of a source rank, in the order in which they are sent.
-    ``slots[stage]``: messages that the draft's rank can hold of that source stage; None for no bound.
-    ``local_stages``: source stages that live on the draft's own rank. ``at_end``: get (and draft) after the rank's last
-    action, not in its forward. ``deferred``: the draft runs later than in the forward: after as many compute actions of its
-    rank as ``draft_after`` says (count -> microbatches), the rest after the rank's last action.
+    ``links[rank]``: (stage, microbatch) of the messages of a source rank, in the order in which they are
+    sent. ``slots[stage]``: messages that the draft's rank can hold of that source stage; None for no bound.
+    ``local_stages``: source stages that live on the draft's own rank. ``at_end``: get (and draft) after the
+    rank's last action, not in its forward. ``deferred``: the draft runs later than in the forward: after as
+    many compute actions of its rank as ``draft_after`` says (count -> microbatches), the rest after the
+    rank's last action.
     """
 
     draft_stage: int
@@ -53,10 +54,12 @@ class Costs:
 
 
 def costs_from(table: Mapping[str, float]) -> Costs:
-    """Costs from numbers: "F", "B", "I", "W" (of any stage), "3F" (of stage 3, goes before "F"), "p2p", "tap", "draft".
+    """Costs from numbers: "F", "B", "I", "W" (of any stage), "3F" (of stage 3, goes before "F"), "p2p",
+    "tap", "draft".
 
     A missing B is I + W, a missing I or W is half of B. Raises KeyError for an action without a cost.
     """
+
     def compute(action: Action) -> float:
         def cost(kind: str) -> float | None:
             return table.get(f"{action.stage}{kind}", table.get(kind))
@@ -67,7 +70,9 @@ def costs_from(table: Mapping[str, float]) -> Costs:
         if found is None and action.kind in "IW" and cost("B") is not None:
             found = cost("B") / 2
         if found is None:
-            raise KeyError(f"no cost is given for {action}: write '{action.kind}' or '{action.stage}{action.kind}'")
+            raise KeyError(
+                f"no cost is given for {action}: write '{action.kind}' or '{action.stage}{action.kind}'"
+            )
         return found
 
     return Costs(compute, table.get("p2p", 0.0), table.get("tap", 0.0), table.get("draft", 0.0))
@@ -98,7 +103,8 @@ class ScheduleError(AssertionError):
 
 
 Operation = tuple
-"""("post", step) | ("sends",) | ("compute", action) | ("put", s, m) | ("get", m) | ("free", m) | ("draft", m) | ("end",)"""
+"""("post", step) | ("sends",) | ("compute", action) | ("put", s, m) | ("get", m) | ("free", m) | ("draft", m)
+| ("end",)"""
 
 
 def programs(table: ScheduleTable, taps: TapFlow | None) -> list[list[Operation]]:
@@ -145,15 +151,23 @@ def _operations(step: Step, table: ScheduleTable, taps: TapFlow | None, rank: in
 class Machine:
     """All ranks of one run. ``run`` advances every rank as far as it can go."""
 
-    def __init__(self, table: ScheduleTable, taps: TapFlow | None = None, costs: Costs = Costs(), *,
-                 buffered: bool = False):
+    def __init__(
+        self,
+        table: ScheduleTable,
+        taps: TapFlow | None = None,
+        costs: Costs = Costs(),
+        *,
+        buffered: bool = False,
+    ):
         self.table, self.taps, self.costs, self.buffered = table, taps, costs, buffered
         self.programs = programs(table, taps)
         self.position = [0] * table.num_ranks
         self.clock = [0.0] * table.num_ranks
         self.spans: list[Span] = []
         self.last_action_end: dict[int, float] = {}
-        self.queues: dict[tuple[int, int], list[_Batch]] = defaultdict(list)  # (rank, peer) -> what rank posted
+        self.queues: dict[tuple[int, int], list[_Batch]] = defaultdict(
+            list
+        )  # (rank, peer) -> what rank posted
         self.head: dict[tuple[int, int], int] = defaultdict(int)
         self.posted_at: dict[Action, float] = {}  # buffered only
         self.done: dict[Action, float] = {}  # sends and receives that are complete -> when
@@ -166,7 +180,7 @@ class Machine:
         self.peak: dict[int, int] = defaultdict(int)
         self.hold_get = table.num_microbatches  # gets from this microbatch on never run (slot sizing)
 
-    # -- the loop ---------------------------------------------------------------------------------------------------
+    # -- the loop
 
     def run(self) -> None:
         """Advance every rank until none can go on."""
@@ -194,7 +208,7 @@ class Machine:
     def _try(self, rank: int, operation: Operation) -> bool:
         return getattr(self, "_do_" + operation[0])(rank, *operation[1:])
 
-    # -- the pipeline's own work ------------------------------------------------------------------------------------
+    # -- the pipeline's own work
 
     def _do_compute(self, rank: int, action: Action) -> bool:
         start = self._inputs_ready(rank, action)
@@ -211,14 +225,21 @@ class Machine:
         before = action.stage - 1 if action.kind == "F" else action.stage + 1
         if before == self.table.num_stages:
             return self.clock[rank]
-        if self.table.stage_to_rank[before] == rank:  # handed over by a function call: program order must provide it
+        if (
+            self.table.stage_to_rank[before] == rank
+        ):  # handed over by a function call: program order must provide it
             kinds = ("F",) if action.kind == "F" else ("B", "I")
-            times = [self.computed[key] for kind in kinds
-                     if (key := Action(kind, before, action.microbatch)) in self.computed]
+            times = [
+                self.computed[key]
+                for kind in kinds
+                if (key := Action(kind, before, action.microbatch)) in self.computed
+            ]
             if not times:
                 raise ScheduleError(f"rank {rank} runs {action} before its own stage {before} gave the input")
             return self.clock[rank]
-        arrival = self.done.get(Action("RECV_F" if action.kind == "F" else "RECV_B", action.stage, action.microbatch))
+        arrival = self.done.get(
+            Action("RECV_F" if action.kind == "F" else "RECV_B", action.stage, action.microbatch)
+        )
         return None if arrival is None else max(self.clock[rank], arrival)
 
     def _do_post(self, rank: int, step: Step) -> bool:
@@ -239,7 +260,9 @@ class Machine:
                 self.done[action] = self.clock[rank]
             receive = _counterpart(action) if action.kind in SEND_KINDS else action
             if receive in self.posted_at and _counterpart(receive) in self.posted_at:
-                self.done[receive] = max(self.posted_at[receive], self.posted_at[_counterpart(receive)]) + self.costs.p2p
+                self.done[receive] = (
+                    max(self.posted_at[receive], self.posted_at[_counterpart(receive)]) + self.costs.p2p
+                )
         return True
 
     def _do_sends(self, rank: int) -> bool:
@@ -265,8 +288,10 @@ class Machine:
             a, b = self.queues[mine][self.head[mine]], self.queues[theirs][self.head[theirs]]
             met = [action for action in a.open if _counterpart(action) in b.open]
             if not met:
-                raise ScheduleError(f"ranks {rank} and {peer} wait for each other: {[str(x) for x in a.open]} against "
-                                    f"{[str(x) for x in b.open]}")
+                raise ScheduleError(
+                    f"ranks {rank} and {peer} wait for each other: {[str(x) for x in a.open]} against "
+                    f"{[str(x) for x in b.open]}"
+                )
             for action in met:
                 self.done[action] = self.done[_counterpart(action)] = max(a.posted, b.posted) + self.costs.p2p
                 a.open.remove(action)
@@ -278,7 +303,7 @@ class Machine:
         self.clock[rank] = start + seconds
         self.spans.append(Span(rank, label, start, self.clock[rank]))
 
-    # -- taps -------------------------------------------------------------------------------------------------------
+    # -- taps
 
     def _do_put(self, rank: int, stage: int, m: int) -> bool:
         assert self.taps is not None
@@ -298,7 +323,8 @@ class Machine:
         return True
 
     def _deliver(self, source_rank: int) -> None:
-        """Post receives while their slots are free, in the link's order, and complete those that were sent."""
+        """Post receives while their slots are free, in the link's order, and complete those that were
+        sent."""
         assert self.taps is not None
         for stage, m in self.taps.links.get(source_rank, ()):
             if (stage, m) in self.arrived:
@@ -334,7 +360,9 @@ class Machine:
         assert self.taps is not None
         for stage in (*self.taps.slots, *self.taps.local_stages):
             if len(self.freed[stage]) != m:
-                raise ScheduleError(f"microbatch {m} of stage {stage} is freed where {len(self.freed[stage])} is next")
+                raise ScheduleError(
+                    f"microbatch {m} of stage {stage} is freed where {len(self.freed[stage])} is next"
+                )
             self.freed[stage].append(self.clock[rank])
         for source_rank in self.taps.links:
             self._deliver(source_rank)
@@ -351,28 +379,33 @@ def _counterpart(action: Action) -> Action:
     """The receive that a send meets, and the other way round."""
     if action.kind in SEND_KINDS:
         forward = action.kind == "SEND_F"
-        return Action("RECV_F" if forward else "RECV_B", action.stage + (1 if forward else -1), action.microbatch)
+        return Action(
+            "RECV_F" if forward else "RECV_B", action.stage + (1 if forward else -1), action.microbatch
+        )
     assert action.kind in RECEIVE_KINDS
     forward = action.kind == "RECV_F"
     return Action("SEND_F" if forward else "SEND_B", action.stage - (1 if forward else -1), action.microbatch)
 
 
-def simulate(table: ScheduleTable, taps: TapFlow | None = None, costs: Costs = Costs(), *,
-             buffered: bool = False) -> Result:
+def simulate(
+    table: ScheduleTable, taps: TapFlow | None = None, costs: Costs = Costs(), *, buffered: bool = False
+) -> Result:
     """Run ``table`` to its end, with ``taps`` beside it. Raises ScheduleError if it cannot reach the end."""
     machine = Machine(table, taps, costs, buffered=buffered)
     machine.run()
     if not machine.finished():
-        raise ScheduleError(f"{table.name} with {table.num_ranks} ranks and {table.num_microbatches} microbatches waits "
-                            f"for ever: {machine.stuck()}")
+        raise ScheduleError(
+            f"{table.name} with {table.num_ranks} ranks and {table.num_microbatches} microbatches waits "
+            f"for ever: {machine.stuck()}"
+        )
     return Result(max(machine.clock), machine.spans, machine.last_action_end, dict(machine.peak))
 
 
 def in_flight_maximum(table: ScheduleTable, taps: TapFlow) -> dict[int, int]:
     """Most messages that each source stage can have put and the draft not yet freed, over all timings.
 
-    The draft's get is held back at every microbatch in turn while all ranks run as far as they can. With as many slots
-    no put ever waits.
+    The draft's get is held back at every microbatch in turn while all ranks run as far as they can. With as
+    many slots no put ever waits.
     """
     unbounded = replace(taps, slots={stage: None for stage in taps.slots})
     machine = Machine(table, unbounded, buffered=True)
@@ -385,5 +418,7 @@ def in_flight_maximum(table: ScheduleTable, taps: TapFlow) -> dict[int, int]:
     machine.hold_get = table.num_microbatches
     machine.run()
     if not machine.finished():
-        raise ScheduleError(f"{table.name} waits for ever even without a bound on the slots: {machine.stuck()}")
+        raise ScheduleError(
+            f"{table.name} waits for ever even without a bound on the slots: {machine.stuck()}"
+        )
     return dict(most)

@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from torchspec.errors import ConfigError
 
 
-def draft_cost_in_layers(*, layer_params: int, draft_params: int, num_passes: int, vocab: int, draft_vocab: int,
-                         hidden: int) -> float:
+def draft_cost_in_layers(
+    *, layer_params: int, draft_params: int, num_passes: int, vocab: int, draft_vocab: int, hidden: int
+) -> float:
     """Estimate of the draft's cost on one microbatch, in policy layers.
 
-    Per token a weight costs 2 operations forward and 4 backward: the draft's layers and head run ``num_passes`` times in both,
-    the teacher's head once, forward only. Attention's quadratic part is left out on both sides.
+    Per token a weight costs 2 operations forward and 4 backward: the draft's layers and head run
+    ``num_passes`` times in both, the teacher's head once, forward only. Attention's quadratic part is left
+    out on both sides.
     """
     student = 3 * num_passes * (draft_params + draft_vocab * hidden)
     return (student + vocab * hidden) / (3 * layer_params)
@@ -26,20 +28,30 @@ def head_cost_in_layers(*, layer_params: int, vocab: int, hidden: int) -> float:
     return vocab * hidden / layer_params
 
 
-def split_layers(layer_costs: Sequence[float], num_stages: int, *, first_cost: float = 0.0, last_cost: float = 0.0,
-                 draft_cost: float = 0.0, draft_stage: int = -1) -> list[int]:
+def split_layers(
+    layer_costs: Sequence[float],
+    num_stages: int,
+    *,
+    first_cost: float = 0.0,
+    last_cost: float = 0.0,
+    draft_cost: float = 0.0,
+    draft_stage: int = -1,
+) -> list[int]:
     """Layers of every stage, in order, such that the most expensive stage costs as little as possible.
 
-    ``layer_costs``: one entry a layer (all 1.0 for equal layers; your own numbers override the model). ``first_cost`` is added
-    to stage 0 (embedding), ``last_cost`` to the last (head and loss), ``draft_cost`` to ``draft_stage``. Among the best splits
-    the one with the least sum of squares. Every stage gets at least one layer.
+    ``layer_costs``: one entry a layer (all 1.0 for equal layers; your own numbers override the model).
+    ``first_cost`` is added to stage 0 (embedding), ``last_cost`` to the last (head and loss), ``draft_cost``
+    to ``draft_stage``. Among the best splits the one with the least sum of squares. Every stage gets at least
+    one layer.
 
     Raises ConfigError when there are fewer layers than stages.
     """
     num_layers = len(layer_costs)
     if num_layers < num_stages:
-        raise ConfigError(f"{num_layers} policy layers cannot be cut into {num_stages} pipeline stages: every stage needs one. "
-                          f"Use at most {num_layers} stages.")
+        raise ConfigError(
+            f"{num_layers} policy layers cannot be cut into {num_stages} pipeline stages: every stage needs "
+            f"one. Use at most {num_layers} stages."
+        )
     extra = [0.0] * num_stages
     extra[0] += first_cost
     extra[-1] += last_cost

@@ -1,14 +1,17 @@
 """The draft beside a pipeline schedule: a thin wrapper around the stages of torch.distributed.pipelining.
 
-``CoTrainPipeline`` stands between the schedule and its stages. It replaces seven methods on the stage *objects* (the schedule
-object is not touched: same actions, same order, same messages) and in them
-- tells the policy which microbatch runs (``on_microbatch``), in the forward and in the backward (recomputation needs it too);
-- captures the taps by hooks that act only inside that forward (schedules also run a warm-up forward) and puts them;
-- on the draft's stage gets the taps and runs ``draft_step`` at once (inline), or keeps them until an idle gap of the rank or
-  the end of its actions, as the plan says (deferred). Either way the drafts run in the order of the microbatches.
+``CoTrainPipeline`` stands between the schedule and its stages. It replaces seven methods on the stage
+*objects* (the schedule object is not touched: same actions, same order, same messages) and in them
+- tells the policy which microbatch runs (``on_microbatch``), in the forward and in the backward
+  (recomputation needs it too);
+- captures the taps by hooks that act only inside that forward (schedules also run a warm-up forward) and puts
+  them;
+- on the draft's stage gets the taps and runs ``draft_step`` at once (inline), or keeps them until an idle gap
+  of the rank or the end of its actions, as the plan says (deferred). Either way the drafts run in the order
+  of the microbatches.
 
-The draft's loss never enters the schedule's loss: split backwards (zero-bubble, V schedules) would drop its gradients.
-``draft_step`` runs the draft's forward and backward itself.
+The draft's loss never enters the schedule's loss: split backwards (zero-bubble, V schedules) would drop its
+gradients. ``draft_step`` runs the draft's forward and backward itself.
 
 Legend: T rows of a microbatch, E hidden size, m a microbatch, M their number.
 """
@@ -31,35 +34,50 @@ from torchspec.pipeline.tap_channel import TapChannel
 from torchspec.pipeline.tap_plan import FINAL_HIDDEN
 
 _COMPUTE_METHODS = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
-_MESSAGE_METHODS = {"get_fwd_send_ops": "SEND_F", "get_fwd_recv_ops": "RECV_F", "get_bwd_send_ops": "SEND_B",
-                    "get_bwd_recv_ops": "RECV_B"}
+_MESSAGE_METHODS = {
+    "get_fwd_send_ops": "SEND_F",
+    "get_fwd_recv_ops": "RECV_F",
+    "get_bwd_send_ops": "SEND_B",
+    "get_bwd_recv_ops": "RECV_B",
+}
 
 
 class DraftStep(Protocol):
     """What runs on the draft's rank for every microbatch, in order 0..M-1."""
 
     def __call__(self, microbatch: int, taps: dict[int, Tensor], final_hidden: Tensor) -> None:
-        """``taps``: tap id -> [T, E], ascending; ``final_hidden`` [T, E]: the last stage's output. All detached; valid
-        during the call only. Runs the draft's forward and backward and keeps what it wants to report."""
+        """``taps``: tap id -> [T, E], ascending; ``final_hidden`` [T, E]: the last stage's output. All
+        detached; valid during the call only. Runs the draft's forward and backward and keeps what it wants to
+        report."""
 
 
 class CoTrainPipeline:
     """A schedule, its local stages, and the draft beside them. One per pipeline rank.
 
-    ``tap_points``: tap id -> the module, in a stage of this rank, whose first positional input is the tap (decoder layer i for
-    tap i, the final norm for the tap after the last layer). ``channel`` None runs the pipeline alone. ``draft_step`` is needed
-    on the draft's rank; None there gets and drops the taps. ``on_microbatch(stage, m)`` is called before every forward
-    and backward of a microbatch, ``on_output(m, output)`` after every forward of the last stage. ``forward_only``: the schedule
-    is one of ``forward_only_schedule`` and runs without gradients. ``log``: a list that takes every action and message of this rank (see ``entries``).
+    ``tap_points``: tap id -> the module, in a stage of this rank, whose first positional input is the tap
+    (decoder layer i for tap i, the final norm for the tap after the last layer). ``channel`` None runs the
+    pipeline alone. ``draft_step`` is needed on the draft's rank; None there gets and drops the taps.
+    ``on_microbatch(stage, m)`` is called before every forward and backward of a microbatch, ``on_output(m,
+    output)`` after every forward of the last stage. ``forward_only``: the schedule is one of
+    ``forward_only_schedule`` and runs without gradients. ``log``: a list that takes every action and message
+    of this rank (see ``entries``).
 
     Raises PipelineError where the plan and what is given do not fit.
     """
 
-    def __init__(self, schedule: Any, stages: Sequence[Any], channel: TapChannel | None,
-                 tap_points: Mapping[int, nn.Module], *, draft_step: DraftStep | None = None,
-                 on_microbatch: Callable[[int, int], None] | None = None,
-                 on_output: Callable[[int, Any], None] | None = None, forward_only: bool = False,
-                 log: list[tuple] | None = None):
+    def __init__(
+        self,
+        schedule: Any,
+        stages: Sequence[Any],
+        channel: TapChannel | None,
+        tap_points: Mapping[int, nn.Module],
+        *,
+        draft_step: DraftStep | None = None,
+        on_microbatch: Callable[[int, int], None] | None = None,
+        on_output: Callable[[int, Any], None] | None = None,
+        forward_only: bool = False,
+        log: list[tuple] | None = None,
+    ):
         self.schedule, self.stages, self.channel = schedule, list(stages), channel
         self.on_output, self.forward_only = on_output, forward_only
         self.draft_step, self.on_microbatch, self.log = draft_step, on_microbatch, log
@@ -73,7 +91,9 @@ class CoTrainPipeline:
         self._armed: int | None = None  # the stage whose forward runs, while its taps are wanted
         self._captured: dict[int, Tensor] = {}
         self._with_taps = False
-        self._kept: list[tuple[dict[int, Tensor], Tensor]] = []  # deferred: taps and final hidden of every microbatch
+        # Deferred: taps and final hidden of every microbatch.
+        self._kept: list[tuple[dict[int, Tensor], Tensor]] = []
+        self._needed: set[int] = set()  # stages of this rank that capture taps
         self._stage_of_tap: dict[int, int] = {}
         if channel is not None:
             self._check_plan(channel, tap_points)
@@ -82,17 +102,24 @@ class CoTrainPipeline:
         for stage in self.stages:
             self._interpose(stage)
 
-    # -- a step -------------------------------------------------------------------------------------------------------
+    # -- a step
 
-    def step(self, *args: Any, target: Any = None, losses: list[Tensor] | None = None, taps: bool = True,
-             **kwargs: Any) -> None:
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Tensor] | None = None,
+        taps: bool = True,
+        **kwargs: Any,
+    ) -> None:
         """One step of the schedule with the draft beside it; the arguments are those of ``schedule.step``.
 
-        ``taps=False`` runs the schedule alone. Raises PipelineError (its subclasses say who waited for what), and whatever
-        the policy, its loss or the draft raises.
+        ``taps=False`` runs the schedule alone. Raises PipelineError (its subclasses say who waited for what),
+        and whatever the policy, its loss or the draft raises.
         """
         self._with_taps = taps and self.channel is not None
         self._num_done, self._num_drafted, self._inside, self.draft_seconds = 0, 0, None, 0.0
+        self._kept.clear()
         start = time.monotonic()
         if self._with_taps:
             assert self.channel is not None
@@ -133,13 +160,15 @@ class CoTrainPipeline:
         if self._slots_hold_all():
             self.channel.free(m)
 
-    # -- inside the stages --------------------------------------------------------------------------------------------
+    # -- inside the stages
 
     def _interpose(self, stage: Any) -> None:
         for name in (*_COMPUTE_METHODS, *_MESSAGE_METHODS):
             if not callable(getattr(stage, name, None)):
-                raise PipelineError(f"{type(stage).__name__} has no {name}: this is not a stage of the torch that was read "
-                                    "(2.13).")
+                raise PipelineError(
+                    f"{type(stage).__name__} has no {name}: this is not a stage of the torch that was read "
+                    "(2.13)."
+                )
         forward, backward, weight = (getattr(stage, name) for name in _COMPUTE_METHODS)
 
         def forward_one_chunk(m: int, *args: Any, **kwargs: Any) -> Any:
@@ -186,15 +215,19 @@ class CoTrainPipeline:
             for early in self.channel.plan.draft_after.get(self._num_done, ()):  # deferred, into an idle gap
                 self._inside = f"draft {early}"
                 self._run_kept(early)
-                self._inside = None
+            self._inside = None
 
-    def _logged(self, kind: str, stage: Any, operations_of: Callable[[int], list[dist.P2POp]]) -> Callable[[int], Any]:
+    def _logged(
+        self, kind: str, stage: Any, operations_of: Callable[[int], list[dist.P2POp]]
+    ) -> Callable[[int], Any]:
         def operations(m: int) -> list[dist.P2POp]:
             made = operations_of(m)
             assert self.log is not None
-            self.log.append((kind, stage.stage_index, m,
-                             tuple((op.op.__name__, op.group_peer, tuple(op.tensor.shape), str(op.tensor.dtype), op.tag)
-                                   for op in made)))
+            messages = tuple(
+                (op.op.__name__, op.group_peer, tuple(op.tensor.shape), str(op.tensor.dtype), op.tag)
+                for op in made
+            )
+            self.log.append((kind, stage.stage_index, m, messages))
             return made
 
         return operations
@@ -227,11 +260,14 @@ class CoTrainPipeline:
             self._kept.append((taps, final_hidden))
         else:
             sent = {tap for source in plan.slots for tap in plan.taps_of[source]}
-            self._kept.append(({tap: rows.clone() if tap in sent else rows for tap, rows in taps.items()}, final_hidden))
+            self._kept.append(
+                ({tap: rows.clone() if tap in sent else rows for tap, rows in taps.items()}, final_hidden)
+            )
             channel.free(m)
 
     def _slots_hold_all(self) -> bool:
-        """Whether every source has a slot for every microbatch, so that deferred taps can stay where they are."""
+        """Whether every source has a slot for every microbatch, so that deferred taps can stay where they
+        are."""
         assert self.channel is not None
         return all(count == self.table.num_microbatches for count in self.channel.plan.slots.values())
 
@@ -246,27 +282,34 @@ class CoTrainPipeline:
         if self.log is not None:
             self.log.append(("draft", -1, m, start, time.perf_counter()))
 
-    # -- checks and sentences -----------------------------------------------------------------------------------------
+    # -- checks and sentences
 
     def _check_plan(self, channel: TapChannel, tap_points: Mapping[int, nn.Module]) -> None:
         plan = channel.plan
         if plan.table != self.table:
-            raise PipelineError(f"The tap plan was made for {plan.table.name} with {plan.table.num_ranks} ranks and "
-                                f"{plan.table.num_microbatches} microbatches; this schedule is {self.table.name} with "
-                                f"{self.table.num_ranks} and {self.table.num_microbatches}.")
+            raise PipelineError(
+                f"The tap plan was made for {plan.table.name} with {plan.table.num_ranks} ranks and "
+                f"{plan.table.num_microbatches} microbatches; this schedule is {self.table.name} with "
+                f"{self.table.num_ranks} and {self.table.num_microbatches}."
+            )
         local = [stage.stage_index for stage in self.stages]
         self._needed = {stage for stage in plan.taps_of if stage in local}
-        self._stage_of_tap = {tap: stage for stage in self._needed for tap in plan.taps_of[stage] if tap != FINAL_HIDDEN}
+        self._stage_of_tap = {
+            tap: stage for stage in self._needed for tap in plan.taps_of[stage] if tap != FINAL_HIDDEN
+        }
         if set(tap_points) != set(self._stage_of_tap):
-            raise PipelineError(f"Rank {self.rank} was given modules for the taps {sorted(tap_points)}; its stages {local} "
-                                f"capture the taps {sorted(self._stage_of_tap)}.")
+            raise PipelineError(
+                f"Rank {self.rank} was given modules for the taps {sorted(tap_points)}; its stages {local} "
+                f"capture the taps {sorted(self._stage_of_tap)}."
+            )
         for tap, module in tap_points.items():
             home = next(stage for stage in self.stages if stage.stage_index == self._stage_of_tap[tap])
             if not any(module is part for part in home.submod.modules()):
                 raise PipelineError(f"The module of tap {tap} is not part of stage {home.stage_index}.")
 
     def _stalled(self, error: Exception, seconds: float) -> PipelineStalled:
-        """The sentence for a failed exchange of the pipeline itself: it stood before the rank's next action."""
+        """The sentence for a failed exchange of the pipeline itself: it stood before the rank's next
+        action."""
         place = "for its last sends to be taken"
         if self._num_done < len(self._actions):
             action = self._actions[self._num_done]
@@ -274,23 +317,35 @@ class CoTrainPipeline:
             peer_stage = action.stage + (-1 if forward else 1)
             place = f"before {action}"
             if 0 <= peer_stage < self.table.num_stages:
-                place = (f"for the {'activation' if forward else 'gradient'} of microbatch {action.microbatch} that stage "
-                         f"{action.stage} takes from stage {peer_stage} on rank {self.table.stage_to_rank[peer_stage]}")
-        cause = "the deadline of the pipeline's group has passed" if "Timed out" in str(error) else "a rank has ended"
-        return PipelineStalled(f"Rank {self.rank} (stages {self.table.stages_of(self.rank)}) waited {place}, {seconds:.1f} s "
-                               f"into the step: {cause}. See the first error of the other ranks.")
+                place = (
+                    f"for the {'activation' if forward else 'gradient'} of microbatch {action.microbatch} "
+                    f"that stage {action.stage} takes from stage {peer_stage} on rank "
+                    f"{self.table.stage_to_rank[peer_stage]}"
+                )
+        cause = (
+            "the deadline of the pipeline's group has passed"
+            if "Timed out" in str(error)
+            else "a rank has ended"
+        )
+        return PipelineStalled(
+            f"Rank {self.rank} (stages {self.table.stages_of(self.rank)}) waited {place}, {seconds:.1f} s "
+            f"into the step: {cause}. See the first error of the other ranks."
+        )
 
 
 def entries(log: Sequence[tuple]) -> list[tuple]:
-    """The pipeline's own actions and messages in a log, without times and without the draft: what must not change."""
+    """The pipeline's own actions and messages in a log, without times and without the draft: what must not
+    change."""
     return [entry[:3] if entry[0] in COMPUTE_KINDS else entry for entry in log if entry[0] != "draft"]
 
 
-def new_pipeline_group(columns: Sequence[Sequence[int]], deadline_s: float, backend: str | None = None) -> Any:
+def new_pipeline_group(
+    columns: Sequence[Sequence[int]], deadline_s: float, backend: str | None = None
+) -> Any:
     """A process group for every pipeline, whose waits end after ``deadline_s``; returns the caller's own.
 
-    Give it to the stages (``PipelineStage(group=...)``): gloo takes the deadline of a wait from the group, when it is made.
-    Every rank of the world calls this with the same ``columns``.
+    Give it to the stages (``PipelineStage(group=...)``): gloo takes the deadline of a wait from the group,
+    when it is made. Every rank of the world calls this with the same ``columns``.
     """
     mine = None
     for column in columns:

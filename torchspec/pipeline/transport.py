@@ -1,12 +1,15 @@
-"""How one link of the tap channel moves its messages: a protocol, and the two-sided transports for gloo and NCCL.
+"""How one link of the tap channel moves its messages: a protocol, and the two-sided transports for gloo and
+NCCL.
 
-A link joins one source rank and the draft's rank. Its messages have an order that both ends know. A message is a header
-(int64 [HEADER_FIELDS]) and one tensor [T, E] per tap. On the draft's side a message lands in a slot, memory that exists
-before; a slot is offered for one message at a time, and offering it is the credit: a send is done only when its slot was
-offered. A one-sided transport (symmetric memory) fits the same protocol: ``send`` writes into the slot once its stamp says
-free, ``offer`` sets the stamp to free, ``arrive`` waits for the stamp.
+A link joins one source rank and the draft's rank. Its messages have an order that both ends know. A message
+is a header (int64 [HEADER_FIELDS]) and one tensor [T, E] per tap. On the draft's side a message lands in a
+slot, memory that exists before; a slot is offered for one message at a time, and offering it is the credit: a
+send is done only when its slot was offered. A one-sided transport (symmetric memory) fits the same protocol:
+``send`` writes into the slot once its stamp says free, ``offer`` sets the stamp to free, ``arrive`` waits for
+the stamp.
 
-Every wait takes a deadline in seconds and raises LinkTimeout or LinkLost; the channel turns these into sentences.
+Every wait takes a deadline in seconds and raises LinkTimeout or LinkLost; the channel turns these into
+sentences.
 """
 
 from __future__ import annotations
@@ -31,8 +34,8 @@ class LinkLost(Exception):
 
 
 class TapTransport(Protocol):
-    """One link. ``index`` is the place of a message in the link's order within the step; ``stream`` tells apart the source
-    stages of the rank."""
+    """One link. ``index`` is the place of a message in the link's order within the step; ``stream`` tells
+    apart the source stages of the rank."""
 
     headers_on_arrival: bool
     """Whether a header can be read as soon as ``arrive`` returns (else after ``finish``)."""
@@ -57,7 +60,8 @@ class TapTransport(Protocol):
 
 
 class GlooTransport:
-    """Two-sided messages on a process group of two ranks, gloo. The memory is the CPU's; nothing is copied on either side."""
+    """Two-sided messages on a process group of two ranks, gloo. The memory is the CPU's; nothing is copied on
+    either side."""
 
     headers_on_arrival = True
 
@@ -68,13 +72,20 @@ class GlooTransport:
 
     def warm_up(self, deadline_s: float) -> None:
         token = torch.zeros(1, dtype=torch.int64)
-        self._wait([dist.isend(token, group=self.group, group_dst=self.peer, tag=0),
-                    dist.irecv(torch.zeros_like(token), group=self.group, group_src=self.peer, tag=0)], deadline_s)
+        self._wait(
+            [
+                dist.isend(token, group=self.group, group_dst=self.peer, tag=0),
+                dist.irecv(torch.zeros_like(token), group=self.group, group_src=self.peer, tag=0),
+            ],
+            deadline_s,
+        )
 
     def send(self, index: int, stream: int, header: Tensor, taps: list[Tensor]) -> None:
         try:
-            self.works[index] = [dist.isend(tensor, group=self.group, group_dst=self.peer, tag=tag)
-                                 for tag, tensor in self._tagged(stream, header, taps)]
+            self.works[index] = [
+                dist.isend(tensor, group=self.group, group_dst=self.peer, tag=tag)
+                for tag, tensor in self._tagged(stream, header, taps)
+            ]
         except RuntimeError as error:  # the connection broke before this message
             raise LinkLost(str(error)) from error
 
@@ -83,8 +94,10 @@ class GlooTransport:
 
     def offer(self, index: int, stream: int, header: Tensor, taps: list[Tensor]) -> None:
         try:
-            self.works[index] = [dist.irecv(tensor, group=self.group, group_src=self.peer, tag=tag)
-                                 for tag, tensor in self._tagged(stream, header, taps)]
+            self.works[index] = [
+                dist.irecv(tensor, group=self.group, group_src=self.peer, tag=tag)
+                for tag, tensor in self._tagged(stream, header, taps)
+            ]
         except RuntimeError as error:
             raise LinkLost(str(error)) from error
 
@@ -114,10 +127,11 @@ class GlooTransport:
 class NcclTransport:
     """Two-sided messages on a process group of two ranks, NCCL, on a stream of its own.
 
-    Not run so far: it was written on a machine without a GPU. Host waits happen only in ``sent`` when a source is ahead by all
-    its slots, and in ``finish``. ``arrive`` makes the current stream wait, not the host. Events decide what is done
-    (``Work.is_completed()`` has been seen to be early); header and taps travel in one batch, so the group's own communicator
-    is used and no pair communicator is made inside a step.
+    Not run so far: it was written on a machine without a GPU. Host waits happen only in ``sent`` when a
+    source is ahead by all its slots, and in ``finish``. ``arrive`` makes the current stream wait, not the
+    host. Events decide what is done (``Work.is_completed()`` has been seen to be early); header and taps
+    travel in one batch, so the group's own communicator is used and no pair communicator is made inside a
+    step.
     """
 
     headers_on_arrival = False
