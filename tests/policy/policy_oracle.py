@@ -78,7 +78,8 @@ def pack(*lengths, vocab=VOCAB):
 
 
 def gradients(policy):
-    """A copy of the gradients under Hugging Face names (an untied head may have none); the policy's are cleared."""
+    """A copy of the gradients under Hugging Face names (an untied head may have none); the policy's are
+    cleared."""
     found = {name: p.grad.clone() for name, p in policy.hf_parameters().items() if p.grad is not None}
     policy.zero_grad()
     return found

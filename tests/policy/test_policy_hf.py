@@ -1,4 +1,5 @@
-"""Folders in and out: byte-equal round trip, what transformers reads back, and every way that a folder can be wrong."""
+"""Folders in and out: byte-equal round trip, what transformers reads back, and every way that a folder can be
+wrong."""
 
 from __future__ import annotations
 
@@ -43,15 +44,22 @@ def folder(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("architecture", "tied", "scaling"),
-    [("qwen3", True, "default"), ("qwen3", False, "yarn"), ("llama", False, "llama3"), ("llama", True, "linear")],
+    [
+        ("qwen3", True, "default"),
+        ("qwen3", False, "yarn"),
+        ("llama", False, "llama3"),
+        ("llama", True, "linear"),
+    ],
 )
 def test_round_trip_is_byte_equal_and_transformers_reads_it(tmp_path, architecture, tied, scaling, dtype):
-    """transformers -> policy -> folder: the same weight file; -> policy -> folder again: the same files altogether."""
+    """transformers -> policy -> folder: the same weight file; -> policy -> folder again: the same files
+    altogether."""
     from transformers import AutoModelForCausalLM
 
     model = hf_model(architecture, tied=tied, scaling=scaling)
     with torch.no_grad():
-        for parameter in model.parameters():  # rounded apart: .to(bfloat16) would round the oracle's rotary table too
+        # rounded apart: .to(bfloat16) on the model would round the oracle's rotary table too
+        for parameter in model.parameters():
             parameter.copy_(parameter.to(dtype))
     policy = policy_of(copy.deepcopy(model).to(dtype), tmp_path / "source")
     save_policy(policy, tmp_path / "first", dtype=dtype)
@@ -75,7 +83,8 @@ def test_round_trip_is_byte_equal_and_transformers_reads_it(tmp_path, architectu
 
 
 def test_a_folder_without_the_entries_of_transformers_5(folder):
-    """rope_theta and rope_scaling at the top level, no head_dim of Llama: the spelling before rope_parameters."""
+    """rope_theta and rope_scaling at the top level, no head_dim of Llama: the spelling before
+    rope_parameters."""
     edit(folder, rope_parameters=None, rope_theta=77.0, rope_scaling={"type": "linear", "factor": 2.0})
     shape = load_hf_config(folder)
     assert shape.rope_theta == 77.0 and shape.rope_scaling == {"rope_type": "linear", "factor": 2.0}
@@ -136,7 +145,8 @@ def test_tokenizer_and_generation_config_travel(tmp_path, folder):
 
 
 def test_other_entries_travel_and_stale_ones_do_not(tmp_path, folder):
-    """config.json keeps what the shape does not decide; an old dtype or rope spelling would contradict the new one."""
+    """config.json keeps what the shape does not decide; an old dtype or rope spelling would contradict the
+    new one."""
     edit(folder, dtype="bfloat16", rope_scaling={"type": "linear", "factor": 2.0}, my_note="kept")
     save_policy(load(folder), tmp_path / "policy")
     found = json.loads((tmp_path / "policy" / "config.json").read_text())
@@ -185,14 +195,26 @@ def test_a_rename_that_fails_puts_the_earlier_folder_back(tmp_path, folder, monk
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        (dict(model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"]), "model_type 'qwen3_moe'.*Qwen3ForCausalLM"),
+        (
+            dict(model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"]),
+            "model_type 'qwen3_moe'.*Qwen3ForCausalLM",
+        ),
         (dict(architectures=["LlamaForSequenceClassification"]), "LlamaForSequenceClassification"),
         (dict(attention_bias=True), "attention_bias = True; torchspec trains attention_bias = False only"),
         (dict(hidden_act="gelu"), "hidden_act = 'gelu'"),
         (dict(quantization_config={"quant_method": "fp8"}), "quantization_config"),
-        (dict(layer_types=["full_attention", "sliding_attention", "full_attention"]), "type sliding_attention"),
-        (dict(rope_parameters={"rope_type": "dynamic", "factor": 2.0}), "rope scaling 'dynamic'; .*llama3, yarn"),
-        (dict(rope_parameters={"rope_type": "llama3", "factor": 2.0}), "config.json: .*lacks high_freq_factor"),
+        (
+            dict(layer_types=["full_attention", "sliding_attention", "full_attention"]),
+            "type sliding_attention",
+        ),
+        (
+            dict(rope_parameters={"rope_type": "dynamic", "factor": 2.0}),
+            "rope scaling 'dynamic'; .*llama3, yarn",
+        ),
+        (
+            dict(rope_parameters={"rope_type": "llama3", "factor": 2.0}),
+            "config.json: .*lacks high_freq_factor",
+        ),
         (dict(hidden_size=None), "hidden_size = None; a whole number is needed"),
         (dict(num_attention_heads="six"), "num_attention_heads = 'six'"),
         (dict(num_key_value_heads=5), "num_kv_heads .5. does not divide"),
@@ -215,10 +237,16 @@ def test_weights_that_do_not_fit(folder):
 
     norm = "model.layers.1.self_attn.q_norm.weight"
     refused(f"do not fit its config.json: missing {norm}", **{norm: None})
-    refused("unknown model.layers.0.self_attn.q_proj.bias", **{"model.layers.0.self_attn.q_proj.bias": torch.zeros(60)})
+    refused(
+        "unknown model.layers.0.self_attn.q_proj.bias",
+        **{"model.layers.0.self_attn.q_proj.bias": torch.zeros(60)},
+    )
     refused(r"model.norm.weight is \[47\] and should be \[48\]", **{"model.norm.weight": torch.ones(47)})
     refused("model.norm.weight is stored as I64", **{"model.norm.weight": torch.ones(48, dtype=torch.int64)})
-    refused("and 17 more", **{k: None for k in tensors if "proj" in k or "head" in k} | {"model.norm.weight": None})
+    refused(
+        "and 17 more",
+        **{k: None for k in tensors if "proj" in k or "head" in k} | {"model.norm.weight": None},
+    )
     save_file({**tensors, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(5)}, folder / WEIGHTS)
     load(folder)  # an old spelling that carries nothing
 

@@ -81,7 +81,8 @@ def test_activation_checkpoint_gives_the_same_gradients_and_saves_less(compute_d
 
 
 def test_recomputation_keeps_the_attention_output(monkeypatch):
-    """One run of the kernel per layer, not two: under context parallel the second would move the keys again."""
+    """One run of the kernel per layer, not two: under context parallel the second would move the keys
+    again."""
     from torchspec.attention import op
 
     calls = []
@@ -107,7 +108,8 @@ def test_recomputation_keeps_the_attention_output(monkeypatch):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_bf16_compute_on_fp32_master_weights(tmp_path, tied):
-    """Gradients arrive in fp32 on the master and point where fp32's point; a token's many rows add up in fp32."""
+    """Gradients arrive in fp32 on the master and point where fp32's point; a token's many rows add up in
+    fp32."""
     model = hf_model(tied=tied)
     exact = policy_of(model, tmp_path / "a")
     policy = policy_of(model, tmp_path / "b", compute_dtype=torch.bfloat16)
@@ -125,7 +127,12 @@ def test_bf16_compute_on_fp32_master_weights(tmp_path, tied):
 
 
 def test_building_touches_no_global_state():
-    states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].copy(), torch.get_default_dtype()
+    states = (
+        torch.get_rng_state(),
+        random.getstate(),
+        numpy.random.get_state()[1].copy(),
+        torch.get_default_dtype(),
+    )
     random_policy()
     assert torch.equal(states[0], torch.get_rng_state())
     assert states[1] == random.getstate()
@@ -143,10 +150,14 @@ def test_seed_decides_the_weights(architecture):
         if tensor.ndim == 1:
             assert (tensor == 1).all()
     # every layer has draws of its own
-    assert not torch.equal(first["model.layers.0.mlp.up_proj.weight"], first["model.layers.1.mlp.up_proj.weight"])
+    assert not torch.equal(
+        first["model.layers.0.mlp.up_proj.weight"], first["model.layers.1.mlp.up_proj.weight"]
+    )
     # tensors do not depend on how many layers there are beside them
     deeper = dict(random_policy(3, architecture=architecture, num_layers=5).hf_weights())
-    assert torch.equal(first["model.layers.2.mlp.up_proj.weight"], deeper["model.layers.2.mlp.up_proj.weight"])
+    assert torch.equal(
+        first["model.layers.2.mlp.up_proj.weight"], deeper["model.layers.2.mlp.up_proj.weight"]
+    )
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -169,7 +180,8 @@ def test_state_dict_restores_a_tied_policy():
 
 
 def test_a_stage_without_embedding_or_norm_takes_and_gives_rows():
-    """What a pipeline stage does: layers 0 and then 1..2 with the norm are the whole; tap ids stay the model's."""
+    """What a pipeline stage does: layers 0 and then 1..2 with the norm are the whole; tap ids stay the
+    model's."""
     import copy
 
     whole = random_policy()

@@ -1,4 +1,5 @@
-"""The policy equals transformers' Qwen3ForCausalLM and LlamaForCausalLM: logits, gradients and taps, in fp32."""
+"""The policy equals transformers' Qwen3ForCausalLM and LlamaForCausalLM: logits, gradients and taps, in
+fp32."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def close(found, expected, tolerance=1e-5):
 @pytest.mark.parity
 @pytest.mark.parametrize(("architecture", "tied", "scaling"), CASES)
 def test_logits_gradients_and_taps(tmp_path, architecture, tied, scaling):
-    """Three packed documents against one call of the oracle per document; lengths pass the scalings' borders (64)."""
+    """Three packed documents against one call of the oracle per document; lengths pass the scalings' borders
+    (64)."""
     model = hf_model(architecture, tied=tied, scaling=scaling)
     policy = policy_of(model, tmp_path)
     lengths = (90, 1, 14)
@@ -38,7 +40,9 @@ def test_logits_gradients_and_taps(tmp_path, architecture, tied, scaling):
     for i in range(LAYERS):
         assert close(out.taps[i], torch.cat([e.hidden_states[i][0] for e in expected]))
     # transformers' last entry is after the final norm: normalising our last tap gives it
-    assert close(model.model.norm(out.taps[LAYERS]), torch.cat([e.hidden_states[LAYERS][0] for e in expected]))
+    assert close(
+        model.model.norm(out.taps[LAYERS]), torch.cat([e.hidden_states[LAYERS][0] for e in expected])
+    )
     assert not close(out.taps[LAYERS], out.hidden_TE)
 
     weight_TV = torch.randn_like(expected_TV)

@@ -1,4 +1,5 @@
-"""vLLM loads a saved policy as it is and says what the trainer's policy says, token by token and in log-probabilities."""
+"""vLLM loads a saved policy as it is and says what the trainer's policy says, token by token and in
+log-probabilities."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ PROMPTS = [[5, 17, 3, 60, 9], [70, 8], list(range(40))]
 
 
 @pytest.mark.parametrize(
-    ("architecture", "tied", "scaling"), [("llama", True, LLAMA3), ("qwen3", False, YARN), ("qwen3", True, None)]
+    ("architecture", "tied", "scaling"),
+    [("llama", True, LLAMA3), ("qwen3", False, YARN), ("qwen3", True, None)],
 )
 def test_greedy_tokens_and_logprobs(tmp_path, monkeypatch, architecture, tied, scaling):
     """Grouped-query ratio 3 and a head dim that is not hidden / heads."""

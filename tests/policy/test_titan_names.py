@@ -1,4 +1,5 @@
-"""Fails when torchtitan moves what torchspec/policy/titan.py uses: read again, then raise the pin here and there."""
+"""Fails when torchtitan moves what torchspec/policy/titan.py uses: read again, then raise the pin here and
+there."""
 
 from __future__ import annotations
 
@@ -38,17 +39,36 @@ def test_modules_and_their_forwards(architecture):
     # what passes through a layer arrives in the two parts that are ours
     source = inspect.getsource(GQAttention.forward)
     assert re.search(r"self\.rope\(\s*xq_BLNH, xk_BLNH, positions\s*\)", source)
-    assert re.search(r"self\.inner_attention\(.*attention_masks=attention_masks.*scale=.*enable_gqa=", source, re.DOTALL)
+    assert re.search(
+        r"self\.inner_attention\(.*attention_masks=attention_masks.*scale=.*enable_gqa=", source, re.DOTALL
+    )
 
 
 def test_config_helpers():
-    assert {"dim", "n_heads", "n_kv_heads", "head_dim", "inner_attention", "rope", "qk_norm", "fuse_qkv"} < set(
-        parameters_of(titan.make_gqa_config)
-    )
+    assert {
+        "dim",
+        "n_heads",
+        "n_kv_heads",
+        "head_dim",
+        "inner_attention",
+        "rope",
+        "qk_norm",
+        "fuse_qkv",
+    } < set(parameters_of(titan.make_gqa_config))
     assert inspect.signature(titan.make_gqa_config).parameters["fuse_qkv"].default is False
-    assert {"dim", "hidden_dim", "w1_param_init", "w2w3_param_init"} <= set(parameters_of(titan.make_ffn_config))
+    assert {"dim", "hidden_dim", "w1_param_init", "w2w3_param_init"} <= set(
+        parameters_of(titan.make_ffn_config)
+    )
     names = {field.name for field in dataclasses.fields(titan.Qwen3Model.Config)}
-    assert {"dim", "vocab_size", "tok_embeddings", "norm", "lm_head", "layers", "enable_weight_tying"} <= names
+    assert {
+        "dim",
+        "vocab_size",
+        "tok_embeddings",
+        "norm",
+        "lm_head",
+        "layers",
+        "enable_weight_tying",
+    } <= names
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "llama"])
@@ -72,12 +92,17 @@ def test_no_other_file_imports_torchtitan():
     from pathlib import Path
 
     package = Path(titan.__file__).parents[1]
-    found = [p.name for p in package.rglob("*.py") if re.search(r"^\s*(from|import) torchtitan", p.read_text(), re.M)]
+    found = [
+        p.name
+        for p in package.rglob("*.py")
+        if re.search(r"^\s*(from|import) torchtitan", p.read_text(), re.M)
+    ]
     assert found == ["titan.py"]
 
 
 def test_imports_stay_light():
-    """torchspec.policy's other files load no torchtitan; titan.py loads neither vLLM nor transformers nor draws numbers."""
+    """torchspec.policy's other files load no torchtitan; titan.py loads neither vLLM nor transformers nor
+    draws numbers."""
     code = (
         "import sys, torch; state = torch.get_rng_state(); threads = torch.get_num_threads();"
         "import torchspec.policy.hf, torchspec.policy.model, torchspec.policy.shape;"
@@ -100,7 +125,9 @@ def test_threads_can_be_set_after_vllm_took_the_function_away(monkeypatch):
         titan.set_num_threads(before)
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="the shim acts on machines without an accelerator")
+@pytest.mark.skipif(
+    torch.accelerator.is_available(), reason="the shim acts on machines without an accelerator"
+)
 def test_torchtitan_believes_in_the_cpu():
     from torchtitan.tools import utils
 

@@ -1,7 +1,7 @@
 """Hugging Face folders of policies: read with checks, written in one step.
 
-A folder is config.json, generation_config.json (optional), tokenizer files, and model.safetensors or several of them with
-model.safetensors.index.json.  transformers and vLLM load what ``save_policy`` writes as it is.
+A folder is config.json, generation_config.json (optional), tokenizer files, and model.safetensors or several
+of them with model.safetensors.index.json.  transformers and vLLM load what ``save_policy`` writes as it is.
 """
 
 from __future__ import annotations
@@ -25,9 +25,15 @@ from torchspec.policy.shape import PolicyShape, hf_config, shape_from_hf
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
 _TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "merges.txt", "chat_template.jinja",
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -44,16 +50,21 @@ def read_folder(folder: Path) -> Source:
     """config.json and generation_config.json of a policy's folder.
 
     Raises:
-        ConfigError: the folder or config.json is missing or broken, or declares a model that torchspec cannot train.
+        ConfigError: the folder or config.json is missing or broken, or declares a model that torchspec cannot
+            train.
     """
     if not folder.is_dir():
-        raise ConfigError(f"policy.path {str(folder)!r} is not a folder; give one with config.json and {WEIGHTS}.")
+        raise ConfigError(
+            f"policy.path {str(folder)!r} is not a folder; give one with config.json and {WEIGHTS}."
+        )
     path = folder / "config.json"
     if not path.is_file():
         raise ConfigError(f"The policy folder {folder} has no config.json.")
     config = _read_json(path)
     generation = folder / "generation_config.json"
-    return Source(shape_from_hf(config, str(path)), config, _read_json(generation) if generation.is_file() else None)
+    return Source(
+        shape_from_hf(config, str(path)), config, _read_json(generation) if generation.is_file() else None
+    )
 
 
 def load_hf_config(folder: Path | str) -> PolicyShape:
@@ -73,12 +84,14 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 @torch.no_grad()
 def load_weights(policy: Policy, folder: Path) -> None:
-    """Copy a folder's weights into the policy, in the policy's dtype; nothing is copied before every name fits.
+    """Copy a folder's weights into the policy, in the policy's dtype; nothing is copied before every name
+    fits.
 
     A tied policy's folder may hold ``lm_head.weight`` too when it equals the embedding.
 
     Raises:
-        ConfigError: a missing or damaged file; a missing, unknown or misshaped tensor, or one that is not floating point.
+        ConfigError: a missing or damaged file; a missing, unknown or misshaped tensor, or one that is not
+            floating point.
     """
     parameters = policy.hf_parameters()
     with contextlib.ExitStack() as stack:
@@ -104,11 +117,15 @@ def _weight_files(folder: Path) -> list[Path]:
     if index.is_file():
         names = sorted(set(_weight_map(index).values()))
         if missing := [name for name in names if not (folder / name).is_file()]:
-            raise ConfigError(f"{index} names {missing[0]}, which is not in the folder; the checkpoint is incomplete.")
+            raise ConfigError(
+                f"{index} names {missing[0]}, which is not in the folder; the checkpoint is incomplete."
+            )
         return [folder / name for name in names]
     if single.is_file():
         return [single]
-    raise ConfigError(f"The policy folder {folder} has neither {WEIGHTS} nor {INDEX} (other formats are not read).")
+    raise ConfigError(
+        f"The policy folder {folder} has neither {WEIGHTS} nor {INDEX} (other formats are not read)."
+    )
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -123,7 +140,9 @@ def _check_index(folder: Path, where: dict[str, Any]) -> None:
     if index.is_file():
         for name, file in _weight_map(index).items():
             if name not in where:
-                raise ConfigError(f"{index} says that {file} holds {name}, and it does not; copy the checkpoint again.")
+                raise ConfigError(
+                    f"{index} says that {file} holds {name}, and it does not; copy the checkpoint again."
+                )
 
 
 def _open(path: Path) -> Any:
@@ -145,10 +164,14 @@ def _check_census(where: dict[str, Any], expected: dict[str, tuple[int, ...]], f
         if tuple(piece.get_shape()) != expected[name]:
             problems.append(f"{name} is {list(piece.get_shape())} and should be {list(expected[name])}")
         elif piece.get_dtype() not in _FLOATS:
-            problems.append(f"{name} is stored as {piece.get_dtype()} and should be one of {', '.join(_FLOATS)}")
+            problems.append(
+                f"{name} is stored as {piece.get_dtype()} and should be one of {', '.join(_FLOATS)}"
+            )
     if problems:
         more = f" and {len(problems) - 6} more" if len(problems) > 6 else ""
-        raise ConfigError(f"The weights in {folder} do not fit its config.json: {'; '.join(problems[:6])}{more}.")
+        raise ConfigError(
+            f"The weights in {folder} do not fit its config.json: {'; '.join(problems[:6])}{more}."
+        )
 
 
 def save_policy(
@@ -183,7 +206,8 @@ def save_policy(
             _write_weights(policy, new, dtype, shard_bytes)
     except (OSError, SafetensorError) as error:
         raise RunError(
-            f"The policy could not be saved to {folder}: {error}. What was there before is untouched; free some space or "
+            f"The policy could not be saved to {folder}: {error}. What was there before is untouched; free "
+            "some space or "
             "choose another folder, and save again."
         ) from error
 
@@ -192,7 +216,9 @@ def _write_configs(policy: Policy, new: Path, tokenizer: Any, dtype: torch.dtype
     ids = {name: getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     ids = {name: value for name, value in ids.items() if value is not None}
     # a stale "dtype" or "rope_scaling" of the source would contradict what is written here
-    carried = {k: v for k, v in policy.hf_config.items() if k not in ("dtype", "rope_scaling", "_name_or_path")}
+    carried = {
+        k: v for k, v in policy.hf_config.items() if k not in ("dtype", "rope_scaling", "_name_or_path")
+    }
     name = str(dtype).removeprefix("torch.")
     _write_json(new / "config.json", {**ids, **carried, **hf_config(policy.shape), "torch_dtype": name})
     generation = policy.generation_config if policy.generation_config is not None else ids
@@ -228,7 +254,9 @@ def _write_weights(policy: Policy, new: Path, dtype: torch.dtype, shard_bytes: i
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file = WEIGHTS if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {name: tensor.to("cpu", dtype).contiguous() for name, tensor in (next(weights) for _ in shard)}
+        tensors = {
+            name: tensor.to("cpu", dtype).contiguous() for name, tensor in (next(weights) for _ in shard)
+        }
         save_file(tensors, new / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(shard, file)
     if len(shards) > 1:
@@ -244,7 +272,8 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 def _replacing(folder: Path) -> Iterator[Path]:
     """A new folder beside ``folder`` that takes its place when the body succeeds and vanishes when it fails.
 
-    A rename cannot replace a folder that has files, so the old one steps aside first; it is put back if that fails.
+    A rename cannot replace a folder that has files, so the old one steps aside first; it is put back if that
+    fails.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     new = Path(tempfile.mkdtemp(prefix=f".{folder.name}.new-", dir=folder.parent))

@@ -1,13 +1,16 @@
 """The policy as the rest of TorchSpec sees it: packed tokens and a layout in, final hidden rows and taps out.
 
-Legend: T rows of this rank, E hidden, V vocabulary, L layers, F rotary frequencies.  torchtitan's layers want a batch
+Legend: T rows of this rank, E hidden, V vocabulary, L layers, F rotary frequencies.  torchtitan's layers want
+    a batch
 dimension: [1, T, E].
 
-Tap ``i`` is the residual stream that enters decoder layer ``i``: 0 the embedding rows, L the output of the last layer
-before the final norm.  Taps are that stream without a graph (``detach``), and nothing here writes into them later.  The
-forward does the same arithmetic whether taps are asked for or not, so the policy's gradients are bit-equal.
+Tap ``i`` is the residual stream that enters decoder layer ``i``: 0 the embedding rows, L the output of the
+last layer before the final norm.  Taps are that stream without a graph (``detach``), and nothing here writes
+into them later.  The forward does the same arithmetic whether taps are asked for or not, so the policy's
+gradients are bit-equal.
 
-The output is the input of the head.  Logits [T, V] are made nowhere here; the losses make them chunk by chunk.
+The output is the input of the head.  Logits [T, V] are made nowhere here; the losses make them chunk by
+chunk.
 """
 
 from __future__ import annotations
@@ -22,8 +25,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from torchspec.context_parallel.layout import PackedZigzag
-from torchspec.rope import rope_tables
 from torchspec.policy.shape import PolicyShape
+from torchspec.rope import rope_tables
 
 
 @dataclass
@@ -38,18 +41,19 @@ class Policy(nn.Module):
     """A decoder of ``torchspec.policy.titan`` with master weights in one dtype and compute in another.
 
     Args:
-        decoder: has ``tok_embeddings``, ``layers`` (ModuleDict keyed by the layer's index), ``norm`` and ``lm_head``.
-            A pipeline stage's has None for what it does not hold, and keeps the indices of the whole model.
+        decoder: has ``tok_embeddings``, ``layers`` (ModuleDict keyed by the layer's index), ``norm`` and
+            ``lm_head``. A pipeline stage's has None for what it does not hold, and keeps the indices of the
+            whole model.
         shape: of the whole model.
         hf_names: name of each parameter of ``decoder`` -> its name in a Hugging Face checkpoint.
-        compute_dtype: weights are cast to it module by module, where they are used; gradients arrive in the master
-            dtype.  The embedding is looked up in the master dtype and its rows are cast, so that the gradients of a
-            token's many occurrences are summed in the master dtype.
+        compute_dtype: weights are cast to it module by module, where they are used; gradients arrive in the
+            master dtype.  The embedding is looked up in the master dtype and its rows are cast, so that the
+            gradients of a token's many occurrences are summed in the master dtype.
         activation_checkpoint: recompute each layer in the backward, except the attention op's output.
 
     Attributes:
-        hf_config, generation_config: what config.json and generation_config.json of the folder that the policy came
-            from hold ({} and None for a policy built from sizes); carried on by ``save_policy``.
+        hf_config, generation_config: what config.json and generation_config.json of the folder that the
+            policy came from hold ({} and None for a policy built from sizes); carried on by ``save_policy``.
     """
 
     def __init__(
@@ -81,7 +85,9 @@ class Policy(nn.Module):
         """
         num_layers = self.shape.num_layers
         if tokens_T.shape[0] != layout.num_tokens:
-            raise ValueError(f"The layout has {layout.num_tokens} rows; got tokens of shape {tuple(tokens_T.shape)}.")
+            raise ValueError(
+                f"The layout has {layout.num_tokens} rows; got tokens of shape {tuple(tokens_T.shape)}."
+            )
         if wrong := [i for i in tap_ids if not 0 <= i <= num_layers]:
             raise ValueError(f"Tap id {wrong[0]} does not exist in a policy of {num_layers} layers.")
         embed = self.model.tok_embeddings
@@ -110,7 +116,8 @@ class Policy(nn.Module):
     ) -> Tensor:
         if not (self.activation_checkpoint and torch.is_grad_enabled()):
             return self._cast_call(layer, x_1TE, layout, rope)
-        # the attention's output is kept: under context parallel recomputing it would gather the keys once more
+        # the attention's output is kept: under context parallel recomputing it would gather the keys once
+        # more
         keep = [torch.ops.torchspec.branch_attention.default]
         return checkpoint(
             self._cast_call,
@@ -124,11 +131,14 @@ class Policy(nn.Module):
         )
 
     def _cast_call(self, module: nn.Module, *args: Any) -> Tensor:
-        """``module(*args)`` with its weights in the compute dtype; their gradients come back in the master dtype."""
+        """``module(*args)`` with its weights in the compute dtype; their gradients come back in the master
+        dtype."""
         weights = dict(module.named_parameters())
         if all(w.dtype == self.compute_dtype for w in weights.values()):
             return module(*args)
-        return torch.func.functional_call(module, {k: w.to(self.compute_dtype) for k, w in weights.items()}, args)
+        return torch.func.functional_call(
+            module, {k: w.to(self.compute_dtype) for k, w in weights.items()}, args
+        )
 
     @property
     def embed_weight(self) -> Tensor:
@@ -141,14 +151,16 @@ class Policy(nn.Module):
         return self.model.lm_head.weight
 
     def hf_parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters under their Hugging Face names, each once: a tied head is ``model.embed_tokens.weight`` only."""
+        """Parameters under their Hugging Face names, each once: a tied head is ``model.embed_tokens.weight``
+        only."""
         return {self._hf_names[name]: p for name, p in self.model.named_parameters()}
 
     def hf_weights(self, include_tied_head: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole detached tensor in the master dtype): the parameters' own memory where unsharded.
+        """(Hugging Face name, whole detached tensor in the master dtype): the parameters' own memory where
+        unsharded.
 
-        With ``include_tied_head`` a tied head comes as ``lm_head.weight`` too: vLLM packs a copy of the head, which a
-        refit without that name would leave stale.
+        With ``include_tied_head`` a tied head comes as ``lm_head.weight`` too: vLLM packs a copy of the head,
+        which a refit without that name would leave stale.
         """
         tied = self.shape.tie_word_embeddings and include_tied_head
         for name, parameter in self.hf_parameters().items():

@@ -6,15 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torchspec.rope import ROPE_KEYS, check_rope_scaling
 from torchspec.errors import ConfigError
 from torchspec.policy.config import PolicyConfig
+from torchspec.rope import ROPE_KEYS, check_rope_scaling
 
 ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
 """model_type in config.json -> its entry in ``architectures``."""
 
-# config.json entry -> the value under which it does nothing; another value is a feature that torchtitan's dense
-# Qwen3 and Llama do not have, and training without it would train another model than the one that is served
+# config.json entry -> the value under which it does nothing; another value is a feature that torchtitan's
+# dense Qwen3 and Llama do not have, and training without it would train another model than the one that is
+# served
 _INERT = {
     "attention_bias": False,
     "mlp_bias": False,
@@ -63,25 +64,34 @@ class PolicyShape:
     def __post_init__(self) -> None:
         if self.architecture not in ARCHITECTURES:
             known = " and ".join(ARCHITECTURES)
-            raise ConfigError(f"The policy's architecture is {self.architecture!r}; torchspec trains {known}.")
+            raise ConfigError(
+                f"The policy's architecture is {self.architecture!r}; torchspec trains {known}."
+            )
         for name in _POSITIVE_INTS:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
-                raise ConfigError(f"The policy's {name} is {value!r}; it must be a whole number of at least 1.")
+                raise ConfigError(
+                    f"The policy's {name} is {value!r}; it must be a whole number of at least 1."
+                )
         for name in ("rope_theta", "norm_eps"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or value <= 0:
                 raise ConfigError(f"The policy's {name} is {value!r}; it must be a number above 0.")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
-                f"The policy's num_kv_heads ({self.num_kv_heads}) does not divide its num_heads ({self.num_heads})."
+                f"The policy's num_kv_heads ({self.num_kv_heads}) does not divide its num_heads "
+                f"({self.num_heads})."
             )
         if self.head_dim % 2:
-            raise ConfigError(f"The policy's head_dim is {self.head_dim}; rotary embedding needs an even one.")
-        if self.architecture == "llama" and self.hidden_size % self.num_heads:
-            # transformers' LlamaConfig, which vLLM parses the folder with, refuses this whatever head_dim says
             raise ConfigError(
-                f"A Llama policy's num_heads ({self.num_heads}) must divide its hidden_size ({self.hidden_size}), or "
+                f"The policy's head_dim is {self.head_dim}; rotary embedding needs an even one."
+            )
+        if self.architecture == "llama" and self.hidden_size % self.num_heads:
+            # transformers' LlamaConfig, which vLLM parses the folder with, refuses this whatever head_dim
+            # says
+            raise ConfigError(
+                f"A Llama policy's num_heads ({self.num_heads}) must divide its hidden_size "
+                f"({self.hidden_size}), or "
                 "no server could load it; choose a divisor, or architecture qwen3."
             )
 
@@ -91,14 +101,17 @@ def shape_from_config(config: PolicyConfig, tokenizer_size: int | None) -> Polic
 
     Args:
         config: the table.
-        tokenizer_size: number of token ids, the default of ``vocab_size`` and its least value; None: not known.
+        tokenizer_size: number of token ids, the default of ``vocab_size`` and its least value; None: not
+            known.
 
     Raises:
         ConfigError: sizes that cannot work, or a vocabulary too small for the tokenizer.
     """
     vocab_size = config.vocab_size or tokenizer_size
     if vocab_size is None:
-        raise ConfigError("policy.vocab_size is 0 and there is no tokenizer to take it from; set policy.vocab_size.")
+        raise ConfigError(
+            "policy.vocab_size is 0 and there is no tokenizer to take it from; set policy.vocab_size."
+        )
     shape = PolicyShape(
         architecture=config.architecture,
         hidden_size=config.hidden_size,
@@ -122,7 +135,8 @@ def check_vocabulary(shape: PolicyShape, tokenizer_size: int | None) -> None:
     """Raises ConfigError when the tokenizer has ids that the embedding lacks; spare rows are fine."""
     if tokenizer_size is not None and tokenizer_size > shape.vocab_size:
         raise ConfigError(
-            f"The tokenizer has {tokenizer_size} token ids and the policy's vocab_size is {shape.vocab_size}; "
+            f"The tokenizer has {tokenizer_size} token ids and the policy's vocab_size is "
+            f"{shape.vocab_size}; "
             "use the policy's own tokenizer, or a vocab_size of at least that many."
         )
 
@@ -131,14 +145,19 @@ def shape_from_hf(found: Mapping[str, Any], where: str) -> PolicyShape:
     """The shape that a config.json declares; ``where`` names it in errors.
 
     Raises:
-        ConfigError: another architecture, a feature that torchtitan's definitions lack, a missing or impossible size.
+        ConfigError: another architecture, a feature that torchtitan's definitions lack, a missing or
+            impossible size.
     """
     model_type = _model_type(found, where)
     for name, inert in _INERT.items():
         if found.get(name, inert) not in (inert, None):
-            raise ConfigError(f"{where} has {name} = {found[name]!r}; torchspec trains {name} = {inert!r} only.")
+            raise ConfigError(
+                f"{where} has {name} = {found[name]!r}; torchspec trains {name} = {inert!r} only."
+            )
     if other := sorted(set(found.get("layer_types") or []) - {"full_attention"}):
-        raise ConfigError(f"{where} has layers of type {', '.join(other)}; torchspec trains full_attention only.")
+        raise ConfigError(
+            f"{where} has layers of type {', '.join(other)}; torchspec trains full_attention only."
+        )
     hidden, heads = _size(found, "hidden_size", where), _size(found, "num_attention_heads", where)
     theta, scaling = _rope(found, where)
     return PolicyShape(
@@ -148,7 +167,9 @@ def shape_from_hf(found: Mapping[str, Any], where: str) -> PolicyShape:
         num_heads=heads,
         num_kv_heads=_size(found, "num_key_value_heads", where, default=heads),
         # transformers' own defaults: Qwen3Config says 128, LlamaConfig the quotient
-        head_dim=_size(found, "head_dim", where, default=128 if model_type == "qwen3" else hidden // max(heads, 1)),
+        head_dim=_size(
+            found, "head_dim", where, default=128 if model_type == "qwen3" else hidden // max(heads, 1)
+        ),
         intermediate_size=_size(found, "intermediate_size", where),
         vocab_size=_size(found, "vocab_size", where),
         rope_theta=theta,
@@ -175,7 +196,10 @@ def hf_config(shape: PolicyShape) -> dict[str, Any]:
         "rms_norm_eps": shape.norm_eps,
         "max_position_embeddings": shape.max_position_embeddings,
         "rope_theta": shape.rope_theta,
-        "rope_parameters": {"rope_theta": shape.rope_theta, **(shape.rope_scaling or {"rope_type": "default"})},
+        "rope_parameters": {
+            "rope_theta": shape.rope_theta,
+            **(shape.rope_scaling or {"rope_type": "default"}),
+        },
         "vocab_size": shape.vocab_size,
         "tie_word_embeddings": shape.tie_word_embeddings,
     }
@@ -190,7 +214,8 @@ def _model_type(found: Mapping[str, Any], where: str) -> str:
     if known is None or (names and names != [known]):
         supported = " and ".join(ARCHITECTURES.values())
         raise ConfigError(
-            f"{where} declares model_type {model_type!r}, architectures {list(names)}; torchspec trains {supported}."
+            f"{where} declares model_type {model_type!r}, architectures {list(names)}; torchspec trains "
+            f"{supported}."
         )
     return model_type
 
@@ -204,7 +229,8 @@ def _size(found: Mapping[str, Any], name: str, where: str, default: int | None =
 
 
 def _rope(found: Mapping[str, Any], where: str) -> tuple[float, dict[str, Any] | None]:
-    """(theta, scaling) from ``rope_parameters`` (transformers 5) or ``rope_scaling`` and ``rope_theta`` (before)."""
+    """(theta, scaling) from ``rope_parameters`` (transformers 5) or ``rope_scaling`` and ``rope_theta``
+    (before)."""
     rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ROPE_KEYS:

@@ -1,19 +1,20 @@
 """The only file that touches torchtitan: its dense Qwen3 and Llama definitions, built from our PolicyShape.
 
-Read at torchtitan 0.3.0 (pinned; ``tests/policy/test_titan_names.py`` fails when a name used here moves).  Used of it:
-``models.qwen3.model``, ``models.llama3.model``, parts of ``models.common``, ``protocols.module.Module`` and
-``tools.utils`` (which believes in CUDA on a machine without it).
+Read at torchtitan 0.3.0 (pinned; ``tests/policy/test_titan_names.py`` fails when a name used here moves).
+Used of it: ``models.qwen3.model``, ``models.llama3.model``, parts of ``models.common``,
+``protocols.module.Module`` and ``tools.utils`` (which believes in CUDA on a machine without it).
 
 Two parts are ours, put in through torchtitan's own configs:
-- inner attention: ``packed_attention``, which serves packed documents and any number of context-parallel ranks, on CPU
-  too (torchtitan's FlexAttention has no CPU backward).  The layout passes through the layers as ``attention_masks``.
-- rotary embedding: Hugging Face's half-split layout and every rope scaling that vLLM serves, by the formulas that the
-  draft uses, so that a parameter *is* its Hugging Face tensor in both architectures.  Its tables are made once per
-  forward for the rows at hand and pass through the layers as ``positions``; torchtitan's own would hold
-  max_position_embeddings rows in every layer.
+- inner attention: ``packed_attention``, which serves packed documents and any number of context-parallel
+  ranks, on CPU too (torchtitan's FlexAttention has no CPU backward).  The layout passes through the layers as
+  ``attention_masks``.
+- rotary embedding: Hugging Face's half-split layout and every rope scaling that vLLM serves, by the formulas
+  that the draft uses, so that a parameter *is* its Hugging Face tensor in both architectures.  Its tables are
+  made once per forward for the rows at hand and pass through the layers as ``positions``; torchtitan's own
+  would hold max_position_embeddings rows in every layer.
 
-``Policy`` walks the layers; what changes under context parallelism is in ``packed_attention``, and a pipeline stage is
-this decoder with the parts of other stages set to None.
+``Policy`` walks the layers; what changes under context parallelism is in ``packed_attention``, and a pipeline
+stage is this decoder with the parts of other stages set to None.
 
 Legend: T rows, E hidden, V vocabulary, L layers, H/G query/key heads, D head dim, F = D/2 rotary frequencies.
 """
@@ -29,14 +30,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# vLLM's CPU worker replaces torch.set_num_threads by a no-op when an engine is built, hence the reference taken here
+# vLLM's CPU worker replaces torch.set_num_threads by a no-op when an engine is built, hence the reference
+# taken here
 _set_num_threads = torch.set_num_threads
 
 from torchtitan.tools import utils as _titan_utils  # noqa: E402
 
 
 def _without_accelerator() -> None:
-    """torchtitan assumes CUDA where it finds no accelerator; tell it CPU before its other modules read that."""
+    """torchtitan assumes CUDA where it finds no accelerator; tell it CPU before its other modules read
+    that."""
     if torch.accelerator.is_available():
         return
     _titan_utils.device_type = "cpu"
@@ -60,10 +63,10 @@ from torchtitan.protocols.module import Module  # noqa: E402
 
 from torchspec.context_parallel.layout import PackedZigzag  # noqa: E402
 from torchspec.context_parallel.trunk import packed_attention  # noqa: E402
-from torchspec.rope import apply_rope  # noqa: E402
 from torchspec.policy.config import PolicyConfig  # noqa: E402
 from torchspec.policy.model import Policy  # noqa: E402
 from torchspec.policy.shape import PolicyShape, check_vocabulary, shape_from_config  # noqa: E402
+from torchspec.rope import apply_rope  # noqa: E402
 
 _DEFINITIONS = {
     "qwen3": (Qwen3Model, Qwen3TransformerBlock),
@@ -115,7 +118,8 @@ class PackedAttention(Module):
         scale: float | None,
         enable_gqa: bool,
     ) -> Tensor:
-        """[1, T, H, D]; ``attention_masks`` is the layout.  GQA follows from the shapes and is never expanded."""
+        """[1, T, H, D]; ``attention_masks`` is the layout.  GQA follows from the shapes and is never
+        expanded."""
         return packed_attention(q_1THD[0], k_1TGD[0], v_1TGD[0], attention_masks, scale=scale).unsqueeze(0)
 
 
@@ -178,7 +182,9 @@ def decoder_config(shape: PolicyShape) -> Any:
             num_embeddings=shape.vocab_size, embedding_dim=shape.hidden_size, param_init=_NO_INIT
         ),
         norm=_norm(shape, shape.hidden_size),
-        lm_head=Linear.Config(in_features=shape.hidden_size, out_features=shape.vocab_size, param_init=_NO_INIT),
+        lm_head=Linear.Config(
+            in_features=shape.hidden_size, out_features=shape.vocab_size, param_init=_NO_INIT
+        ),
         layers=[_layer_config(shape) for _ in range(shape.num_layers)],
     )
 
@@ -216,10 +222,12 @@ def empty_policy(
 
 @torch.no_grad()
 def init_weights(policy: Policy, seed: int) -> None:
-    """Draw the weights, each tensor from a generator of its own: the same for any split of the model and any device.
+    """Draw the weights, each tensor from a generator of its own: the same for any split of the model and any
+    device.
 
-    Norms are 1.  Matrices are normal with std 0.64 / sqrt(E), which is the usual 0.02 at E = 1024 and larger for a tiny
-    model, which would learn slowly from 0.02; the two that write into the residual stream are divided by sqrt(2 L).
+    Norms are 1.  Matrices are normal with std 0.64 / sqrt(E), which is the usual 0.02 at E = 1024 and larger
+    for a tiny model, which would learn slowly from 0.02; the two that write into the residual stream are
+    divided by sqrt(2 L).
     """
     std = 0.64 * policy.shape.hidden_size**-0.5
     for name, parameter in policy.hf_parameters().items():
@@ -230,7 +238,9 @@ def init_weights(policy: Policy, seed: int) -> None:
         digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
         values = torch.empty(parameter.shape, dtype=torch.float32)
-        values.normal_(0.0, std / (2 * policy.shape.num_layers) ** 0.5 if writes else std, generator=generator)
+        values.normal_(
+            0.0, std / (2 * policy.shape.num_layers) ** 0.5 if writes else std, generator=generator
+        )
         parameter.copy_(values)
 
 
@@ -258,7 +268,10 @@ def build_policy(
     from torchspec.policy.hf import load_weights, read_folder
 
     options = dict(
-        device=device, dtype=dtype, compute_dtype=compute_dtype, activation_checkpoint=config.activation_checkpoint
+        device=device,
+        dtype=dtype,
+        compute_dtype=compute_dtype,
+        activation_checkpoint=config.activation_checkpoint,
     )
     if not config.path:
         policy = empty_policy(shape_from_config(config, vocab_size), **options)
