@@ -106,11 +106,11 @@ def train(args: list[str], scene: Scene) -> None:
     lock = _open_folder(output_dir, config.checkpoint.resume)
     scene.output_dir = output_dir
     (output_dir / "error.log").unlink(missing_ok=True)
+    print(f"TorchSpec: {path} -> {output_dir}", flush=True)  # before the seconds that importing torch takes
     try:
         from torchspec.plugins import load_object
 
         trainer_class = load_object(config.trainer)
-        print(f"TorchSpec: {path} -> {output_dir}", flush=True)
         with _settings_written(output_dir, text):
             trainer_class(config, output_dir).run()
         print(f"Done. Everything is in {output_dir}; look at {output_dir / 'report.html'}.", flush=True)
