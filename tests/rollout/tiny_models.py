@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 64, 4, 2, 32, 3
 
 
-def make_policy(folder: Path, *, vocab: int, tied: bool, seed: int, eos: int | list[int] | None = None):
-    """Write a random Qwen3 policy; returns the Hugging Face model (fp32, eval).
+def make_policy(folder: Path, *, vocab: int, tied: bool, seed: int, eos: int | list[int] | None = None, moved: int = 0):
+    """Write a random Qwen3 policy; returns the Hugging Face model (fp32, eval). ``moved`` > 0 is the seed of a small
+    random change of every tensor, as if trained on.
 
     All embeddings share a large common part, so that some tokens are likely whatever came before: a draft that knows
     only these (draft_for) has a good part of its tokens accepted.
@@ -38,12 +39,22 @@ def make_policy(folder: Path, *, vocab: int, tied: bool, seed: int, eos: int | l
         common = torch.randn(HIDDEN, generator=generator)
         model.model.embed_tokens.weight.add_(0.4 * common)
         model.model.norm.weight.mul_(2.5)  # peaked distributions
+        if moved:
+            change(dict(model.named_parameters()), moved)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     model.config.save_pretrained(folder)
     save_file(dict(hf_weights(model, tied_head=False)), str(folder / "model.safetensors"))
     (folder / "generation_config.json").write_text(json.dumps({} if eos is None else {"eos_token_id": eos}))
     return model
+
+
+def change(tensors: dict[str, torch.Tensor], seed: int) -> None:
+    """Move every floating-point tensor by 5 % of its size, in place."""
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in tensors.values():
+        if tensor.is_floating_point():
+            tensor.add_(0.05 * tensor.std() * torch.randn(tensor.shape, generator=generator))
 
 
 def hf_weights(model, *, tied_head: bool = True) -> list[tuple[str, torch.Tensor]]:
@@ -62,8 +73,9 @@ def hf_logprobs(model, prompt: list[int], response: list[int], temperature: floa
 
 
 def draft_tensors(*, vocab: int, draft_vocab: int = 0, own_head: bool = True, own_embed: bool = False, seed: int,
-                  std: float = 0.15) -> dict[str, torch.Tensor]:
-    """Random tensors of an EAGLE-3 draft with three taps. A draft_vocab keeps every (vocab // draft_vocab)-th token."""
+                  std: float = 0.15, offset: int = 0) -> dict[str, torch.Tensor]:
+    """Random tensors of an EAGLE-3 draft with three taps. A draft_vocab keeps every (vocab // draft_vocab)-th token,
+    beginning with ``offset``."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> torch.Tensor:
@@ -89,18 +101,23 @@ def draft_tensors(*, vocab: int, draft_vocab: int = 0, own_head: bool = True, ow
     if own_embed:
         tensors["embed_tokens.weight"] = random(vocab, e)
     if draft_vocab:
-        kept = torch.arange(draft_vocab) * (vocab // draft_vocab)
+        kept = kept_tokens(vocab, draft_vocab, offset)
         tensors["d2t"] = kept - torch.arange(draft_vocab)
     return tensors
 
 
-def draft_for(policy, *, vocab: int, draft_vocab: int = 0, own_embed: bool = False, seed: int) -> dict[str, torch.Tensor]:
+def kept_tokens(vocab: int, draft_vocab: int, offset: int) -> torch.Tensor:
+    return torch.arange(draft_vocab) * (vocab // draft_vocab) + offset
+
+
+def draft_for(policy, *, vocab: int, draft_vocab: int = 0, own_embed: bool = False, seed: int, offset: int = 0) -> dict[str, torch.Tensor]:
     """A draft with some skill: it sees the residual stream before the last layer, and has about the policy's final norm and head."""
-    tensors = draft_tensors(vocab=vocab, draft_vocab=draft_vocab, own_embed=own_embed, seed=seed, std=0.05)
+    tensors = draft_tensors(vocab=vocab, draft_vocab=draft_vocab, own_embed=own_embed, seed=seed, std=0.05,
+                            offset=offset)
     tensors["fc.weight"][:, 2 * HIDDEN :] += torch.eye(HIDDEN)
     tensors["norm.weight"] *= policy.model.norm.weight.detach()
     head = policy.lm_head.weight.detach()
-    kept = torch.arange(draft_vocab) * (vocab // draft_vocab) if draft_vocab else slice(None)
+    kept = kept_tokens(vocab, draft_vocab, offset) if draft_vocab else slice(None)
     tensors["lm_head.weight"] = head[kept] + 0.2 * tensors["lm_head.weight"]
     return tensors
 

@@ -110,7 +110,8 @@ class VllmEngine:
         self._llm: Any = None
         self._closed = False
         self._asleep = False
-        self._unusable = ""
+        self._stale = ""  # why both models must be sent before the next rollout
+        self._broken = ""  # why nothing helps but another engine
         self._check_folders()
         _claim_process(self)
         self._policy_contract: transfer.Shapes = {}
@@ -118,7 +119,11 @@ class VllmEngine:
         with undisturbed(), known_noise_removed(*NOISE):
             if config.threads:
                 torch.set_num_threads(config.threads)
-            self._build(seed)
+            try:
+                self._build(seed)
+            except BaseException:
+                self.close()
+                raise
 
     # ---- construction -------------------------------------------------------------------------------------------
 
@@ -161,17 +166,13 @@ class VllmEngine:
             arguments = self._arguments(seed, dtype, draft_folder)
             try:
                 self._llm = vllm.LLM(**arguments)
-                self._llm.init_weight_transfer_engine({"init_info": {}})
-                self._take_census()
-                if draft_folder != self._draft_folder:
-                    transfer.send(self._llm, transfer.read_weights(self._draft_folder), draft=True)
-            except EngineError:
-                self.close()
-                raise
             except Exception as error:
-                self.close()
                 served = f"{self._policy_folder}" + (f" with the draft {self._draft_folder}" if self._draft_folder else "")
                 raise EngineError(f"vLLM could not serve {served}: {_reason(error)}") from error
+            self._llm.init_weight_transfer_engine({"init_info": {}})
+            self._take_census()
+            if draft_folder != self._draft_folder:
+                transfer.send(self._llm, transfer.read_weights(self._draft_folder), draft=True)
 
     def _dtype(self) -> torch.dtype:
         if self.config.dtype == "auto":
@@ -401,8 +402,8 @@ class VllmEngine:
         draft_weights: Iterable[tuple[str, Tensor]] | None,
         version: int,
     ) -> None:
-        """See Engine.refit. Without speculation draft_weights are not looked at. A refit that breaks off after the
-        census leaves the engine unusable until one of both models succeeds."""
+        """See Engine.refit. Without speculation draft_weights are not looked at. A refit that breaks off while vLLM
+        replaces weights leaves the engine of no use: it must be built again."""
         self._check_open()
         if self._asleep:
             raise EngineError("The engine sleeps; wake() it before a refit.")
@@ -413,19 +414,27 @@ class VllmEngine:
         if draft_weights is not None and self._draft_contract is not None:
             draft = transfer.check_census("draft", draft_weights, self._draft_contract)
         whole = policy is not None and (draft is not None or self._draft_contract is None)
-        if self._unusable and not whole:
-            raise EngineError(f"{self._unusable}; send policy and draft together.")
-        self._unusable = f"The refit to version {version} broke off, so the engine's weights are mixed"
-        with kept_randomness(), num_threads(self.config.threads):
-            if policy is not None:
-                transfer.send(self._llm, policy, draft=False)
-            if draft is not None:
-                transfer.send(self._llm, draft, draft=True)
-            self._llm.update_weight_version(str(version))
-            self._empty_prefix_cache()
+        if self._stale and not whole:
+            raise EngineError(f"{self._stale}; send policy and draft together.")
+        self._send(policy, draft, version)
+        self._stale = f"The refit to version {version} was not completed"
+        self._llm.update_weight_version(str(version))
         if self.version() != version:
             raise EngineError(f"The engine was refitted to version {version}, but reports {self.version()}.")
-        self._unusable = ""
+        self._empty_prefix_cache()
+        self._stale = ""
+
+    def _send(self, policy: transfer.Weights | None, draft: transfer.Weights | None, version: int) -> None:
+        self._broken = f"The refit to version {version} broke off and left the models half replaced"
+        try:
+            with kept_randomness(), num_threads(self.config.threads):
+                if policy is not None:
+                    transfer.send(self._llm, policy, draft=False)
+                if draft is not None:
+                    transfer.send(self._llm, draft, draft=True)
+        except Exception as error:
+            raise EngineError(f"{self._broken}: {_reason(error)}. Build another engine.") from error
+        self._broken = ""
 
     def version(self) -> int:
         self._check_open()
@@ -460,12 +469,13 @@ class VllmEngine:
         if self._asleep:
             self._llm.wake_up()
             self._asleep = False
-            self._unusable = "The engine slept, so its weights are gone"
+            self._stale = "The engine slept, so its weights are gone"
 
     def close(self) -> None:
         self._closed = True
         _release_process(self)
         if self._llm is not None:
+            self._llm.llm_engine.engine_core.shutdown()  # at once, whoever still holds a reference (a traceback does)
             self._llm = None
             gc.collect()
 
@@ -478,10 +488,12 @@ class VllmEngine:
     def _check_open(self) -> None:
         if self._closed:
             raise EngineError("The engine is closed; build another.")
+        if self._broken:
+            raise EngineError(f"{self._broken}; build another engine.")
 
     def _check_usable(self) -> None:
         self._check_open()
         if self._asleep:
             raise EngineError("The engine sleeps; wake() it and refit both models before a rollout.")
-        if self._unusable:
-            raise EngineError(f"{self._unusable}; refit both models before a rollout.")
+        if self._stale:
+            raise EngineError(f"{self._stale}; refit both models before a rollout.")
