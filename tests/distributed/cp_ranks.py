@@ -42,7 +42,7 @@ def _child(rank: int, world: int, folder: str, function: Callable, args: tuple) 
         os._exit(1)  # a peer may be waiting for this rank: its own timeout ends it
 
 
-def run_ranks(world: int, function: Callable, *args, deadline_s: float = 200.0) -> list:
+def run_ranks(world: int, function: Callable, *args, deadline_s: float = 500.0) -> list:
     """``function(mesh, *args)`` on ``world`` gloo ranks: their results in rank order; no wait without a deadline."""
     with tempfile.TemporaryDirectory() as folder:
         context = mp.get_context("spawn")

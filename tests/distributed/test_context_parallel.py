@@ -19,7 +19,7 @@ from cp_ranks import CASES, DIM, GROUPS, LENGTHS, PASSES, SHIFTS
 from torchspec.attention.oracle import dense_branch_attention
 from torchspec.context_parallel.layout import PackedZigzag
 
-pytestmark = pytest.mark.parity
+pytestmark = [pytest.mark.parity, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module", params=[1, 2, 4, pytest.param(8, marks=pytest.mark.slow)])

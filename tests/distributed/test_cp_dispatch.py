@@ -17,7 +17,7 @@ from torchspec.context_parallel import dispatch
 from torchspec.context_parallel.layout import PackedZigzag
 from torchspec.context_parallel.trunk import Trunk, packed_attention
 
-pytestmark = pytest.mark.parity
+pytestmark = [pytest.mark.parity, pytest.mark.timeout(600)]
 RATIO, SCALE = 3, 0.3
 
 

@@ -21,7 +21,7 @@ from torchspec.losses.logprob import token_logprobs
 from torchspec.losses.policy import PolicyCounts, policy_counts, policy_loss
 from torchspec.policy.config import PolicyConfig
 
-pytestmark = pytest.mark.parity
+pytestmark = [pytest.mark.parity, pytest.mark.timeout(600)]
 VOCAB = 23
 LENGTHS = [(5, 12), (1, 0), (2, 23), (3, 1)]
 """(prompt, response) tokens: ragged, one document of one token, one longer than half the pack."""
