@@ -131,12 +131,13 @@ def test_a_tokenizer_must_come_from_somewhere():
         validate(config_from_toml('device = "cpu"'), check_files=False)
 
 
-def test_several_processes_are_refused(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="WORLD_SIZE = 2.*without torchrun"):
-        check("")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    check("")
+def test_ranks_must_fit_the_context_parallel_degree_and_the_prompts(monkeypatch):
+    with pytest.raises(ConfigError, match="context_parallel_degree = 2 does not divide the 1 rank"):
+        check("[parallelism]\ncontext_parallel_degree = 2")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    check("[parallelism]\ncontext_parallel_degree = 2")
+    with pytest.raises(ConfigError, match="prompts_per_step = 2 is less than the 4 ranks"):
+        check("[rl]\nprompts_per_step = 2")
 
 
 def test_files_that_are_not_there(tmp_path):

@@ -88,6 +88,17 @@ class Rollout:
         return result | spec_metrics(self.stats)
 
 
+def sum_stats(stats: list[SpecStats]) -> SpecStats:
+    """The counts of several engines together."""
+    positions = max((len(s.accepted_per_pos) for s in stats), default=0)
+    return SpecStats(
+        drafts=sum(s.drafts for s in stats),
+        draft_tokens=sum(s.draft_tokens for s in stats),
+        accepted=sum(s.accepted for s in stats),
+        accepted_per_pos=[sum(s.accepted_per_pos[i] for s in stats if s.accepted_per_pos) for i in range(positions)],
+    )
+
+
 def spec_metrics(stats: SpecStats) -> dict[str, float]:
     """``spec/*`` of a span of serving; empty when nothing was drafted."""
     if not stats.drafts:

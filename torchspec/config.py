@@ -36,6 +36,21 @@ class TrainConfig:
 
 
 @dataclass
+class ParallelismConfig:
+    """How ranks started by torchrun share the work: data parallel x context parallel.
+
+    Every rank serves its share of the prompts in an engine of its own; both models are replicated.
+    """
+
+    context_parallel_degree: int = 1
+    """Ranks that share every packed sequence (must divide the ranks; the rest is data parallel)."""
+    trunk_transport: Literal["gather", "ring"] = "gather"
+    """How keys and values travel between context-parallel ranks: gathered once per layer and microbatch whatever the draft's passes, or around a ring in each pass (less memory, more bytes)."""
+    timeout_s: float = 600.0
+    """Longest wait for another rank; past it every rank ends with an error."""
+
+
+@dataclass
 class WarmStartConfig:
     """Supervised training on the environment's own answers before RL, so that there is a reward to climb."""
 
@@ -105,6 +120,7 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     rl: RLConfig = field(default_factory=RLConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,8 +30,9 @@ from torchspec.draft.base import Draft
 from torchspec.errors import Interrupted
 from torchspec.losses.distill import DistillOutput, NonFiniteTeacher, distill_metrics
 from torchspec.losses.logprob import token_logprobs
-from torchspec.losses.policy import PolicyCounts, policy_counts, policy_loss, policy_metrics
+from torchspec.losses.policy import PolicyCounts, policy_loss, policy_metrics
 from torchspec.optim.optimizer import Optimizer
+from torchspec.ranks import Ranks
 
 
 @dataclass
@@ -41,6 +43,16 @@ class Microbatch:
     idle: bool
     old_logp_T: Tensor | None = None
     """The trainer's log-probabilities before the first of several updates; None: those of this very forward."""
+
+
+@dataclass
+class Part:
+    """What one optimizer step trains on: this rank's microbatches, and counts over all ranks."""
+
+    microbatches: list[Microbatch]
+    counts: PolicyCounts
+    trains_policy: bool
+    trains_draft: bool
 
 
 @dataclass
@@ -80,10 +92,20 @@ class Learner:
         draft: None for plain RL.
         reference: frozen copy of the starting policy; None without rl.kl_coef.
         stop: truthy once the run has been told to stop.
+        ranks: this process among the others; None for one alone.
     """
 
-    def __init__(self, config: Config, policy: Any, draft: Draft | None, reference: Any | None, stop: Any) -> None:
+    def __init__(
+        self,
+        config: Config,
+        policy: Any,
+        draft: Draft | None,
+        reference: Any | None,
+        stop: Any,
+        ranks: Ranks | None = None,
+    ) -> None:
         self.config, self.policy, self.draft, self.reference, self.stop = config, policy, draft, reference, stop
+        self.ranks = ranks or Ranks()
         rl = config.rl
         self.rl = dataclasses.replace(rl, loss_norm_constant=rl.loss_norm_constant or config.rollout.sampling.max_tokens)
         total = config.train.steps * rl.updates_per_rollout
@@ -103,23 +125,24 @@ class Learner:
         """
         self.clock = Stopwatch()
         train_draft = self.draft is not None and step % self.config.draft.every == 0
-        parts = [self._microbatches(part, train_draft) for part in self._parts(samples)]
+        if self.ranks.any(bool(self.stop)):
+            raise Interrupted("stopped before the update")
+        parts = [self._part(part, train_draft) for part in self._parts(samples)]
         if len(parts) > 1:
-            for microbatch in (m for part in parts for m in part if not m.idle):
+            for microbatch in (m for part in parts for m in part.microbatches if not m.idle):
                 microbatch.old_logp_T = self._logprobs(self.policy, microbatch.batch)
-        self.done, self.total = 0, sum(len(part) for part in parts)
+        self.done, self.total = 0, sum(len(part.microbatches) for part in parts)
         metrics: list[dict[str, float]] = []
         skipped = False
         for number, part in enumerate(parts):
-            try:
-                result = self._optimizer_step(part, train_draft, number == 0, on_progress)
-            except NonFiniteTeacher:  # the policy's own logits: its loss is NaN too
-                self.zero_grad()
-                result = UpdateResult({}, skipped=True)
+            # With several ranks only all together may leave; they have just agreed to go on.
+            may_stop = number == 0 and self.ranks.world == 1
+            result = self._optimizer_step(part, may_stop, on_progress)
             metrics.append(result.metrics)
             skipped |= result.skipped
         merged = {key: sum(m[key] for m in metrics if key in m) / sum(key in m for m in metrics) for m in metrics for key in m}
-        merged["train/tokens"] = sum(m.batch.tokens_T.numel() for part in parts for m in part)
+        tokens = sum(m.batch.layout.num_tokens for part in parts for m in part.microbatches)
+        merged["train/tokens"] = sum(self.ranks.gather(tokens))
         merged |= {f"time/{name}": seconds for name, seconds in self.clock.items()}
         return UpdateResult(merged, skipped)
 
@@ -128,49 +151,64 @@ class Learner:
         size = len(samples) // self.rl.updates_per_rollout
         return [samples[i : i + size] for i in range(0, len(samples), size)]
 
-    def _microbatches(self, samples: list[Sample], train_draft: bool) -> list[Microbatch]:
+    def _part(self, samples: list[Sample], train_draft: bool) -> Part:
         """Samples with an advantage first; the others only when the draft learns from them."""
         live = [s for s in samples if s.live and not s.masked]
         idle = [s for s in samples if not (s.live and not s.masked) and s.completion.token_ids]
-        result = []
-        for group, is_idle in ((live, False), (idle if train_draft and self.config.draft.use_dropped_groups else [], True)):
-            sequences = [
-                Sequence(
-                    prompt_ids=s.prompt.token_ids,
-                    response_ids=s.completion.token_ids,
-                    engine_logprobs=s.completion.logprobs,
-                    advantage=s.advantage,
-                    trained=not is_idle,
-                )
-                for s in group
-            ]
-            bins = pack(
-                [len(s) for s in sequences],
-                self.config.train.tokens_per_microbatch,
-                hidden_size=self.policy.shape.hidden_size,
+        idle = idle if train_draft and self.config.draft.use_dropped_groups else []
+        counts = PolicyCounts(tokens=sum(len(s.completion.token_ids) for s in live), sequences=len(live))
+        microbatches = [Microbatch(b, False) for b in self._batches(live, trained=True)]
+        microbatches += [Microbatch(b, True) for b in self._batches(idle, trained=False)]
+        return Part(microbatches, counts, bool(live), train_draft and bool(live or idle))
+
+    def _batches(self, samples: list[Sample], trained: bool) -> list[PackedBatch]:
+        """This rank's packs of ``samples``: every data-parallel rank gets equally many, empty ones are left out."""
+        sequences = [
+            Sequence(
+                prompt_ids=s.prompt.token_ids,
+                response_ids=s.completion.token_ids,
+                engine_logprobs=s.completion.logprobs,
+                advantage=s.advantage,
+                trained=trained,
             )
-            device = self.policy.head_weight.device
-            result += [Microbatch(build_batch([sequences[i] for i in bin_], device), is_idle) for bin_ in bins]
-        return result
+            for s in samples
+        ]
+        ranks = self.ranks
+        bins = pack(
+            [len(s) for s in sequences],
+            self.config.train.tokens_per_microbatch,
+            num_ranks=ranks.dp_size,
+            pad_multiple=1 if ranks.cp_size == 1 else 2 * ranks.cp_size,
+            hidden_size=self.policy.shape.hidden_size,
+        )
+        return [
+            build_batch(
+                [sequences[i] for i in bin_],
+                self.policy.head_weight.device,
+                cp_size=ranks.cp_size,
+                cp_rank=ranks.cp_rank,
+                cp_mesh=ranks.cp_mesh,
+                trunk_transport=self.config.parallelism.trunk_transport,
+            )
+            for bin_ in bins[ranks.dp_rank :: ranks.dp_size]
+            if bin_
+        ]
 
     # ---- one optimizer step -------------------------------------------------------------------------------------
 
-    def _optimizer_step(
-        self, microbatches: list[Microbatch], train_draft: bool, may_stop: bool, on_progress: Callable[[int, int], None]
-    ) -> UpdateResult:
-        live = [m for m in microbatches if not m.idle]
-        counts = PolicyCounts(*sum((policy_counts(m.batch.mask_T, m.batch.seq_ids_T) for m in live), torch.zeros(2)).tolist())
+    def _optimizer_step(self, part: Part, may_stop: bool, on_progress: Callable[[int, int], None]) -> UpdateResult:
+        train_draft = part.trains_draft
         # A gate's counts are known only after every policy forward, and extra steps come back to the taps: keep them.
-        draft_counts_K = self._draft_counts([m.batch for m in microbatches]) if train_draft else None
+        draft_counts_K = self._draft_counts([m.batch for m in part.microbatches]) if train_draft else None
         keep = train_draft and (self.config.draft.extra_steps > 0 or draft_counts_K is None)
         stored: list[DraftInputs] = []
         sums, maxima, draft_sums = {}, {}, {}
-        for microbatch in microbatches:
+        for microbatch in part.microbatches:
             if may_stop and self.stop:
                 self.zero_grad()
                 raise Interrupted(f"stopped by {self.stop.signal}")
             since = time.perf_counter()
-            inputs = self._policy_pass(microbatch, counts, train_draft, sums, maxima)
+            inputs = self._policy_pass(microbatch, part.counts, train_draft, sums, maxima)
             since = self.clock.lap("policy", since)
             if keep:
                 stored.append(inputs)
@@ -183,7 +221,7 @@ class Learner:
             since = time.perf_counter()
             draft_sums = self._draft_passes(stored)
             self.clock.lap("draft", since)
-        return self._step_both(bool(live), stored, sums, maxima, draft_sums)
+        return self._step_both(part, stored, sums, maxima, draft_sums)
 
     def _policy_pass(
         self, microbatch: Microbatch, counts: PolicyCounts, with_taps: bool, sums: dict, maxima: dict
@@ -195,17 +233,24 @@ class Learner:
             out = self.policy(batch.tokens_T, batch.layout, tap_ids)
         if not microbatch.idle:
             logp_T, entropy_T = self._token_logprobs(self.policy, out.hidden_TE, batch)
+            reference = self._logprobs(self.reference, batch) if self.reference is not None else None
+
+            def whole(x_T: Tensor | None) -> Tensor | None:
+                # A sequence's ratio needs all of it: every cp rank computes the loss of the whole pack, alike.
+                return None if x_T is None else self.ranks.rows_of_pack(x_T, batch.layout)
+
+            new_T = whole(logp_T)
             result = policy_loss(
-                logp_T,
-                logp_T if microbatch.old_logp_T is None else microbatch.old_logp_T,
-                batch.engine_logp_T,
-                batch.advantage_T,
-                batch.mask_T,
-                batch.seq_ids_T,
+                new_T,
+                new_T if microbatch.old_logp_T is None else whole(microbatch.old_logp_T),
+                whole(batch.engine_logp_T),
+                whole(batch.advantage_T),
+                whole(batch.mask_T),
+                whole(batch.seq_ids_T),
                 self.rl,
                 counts,
-                ref_logp_T=self._logprobs(self.reference, batch) if self.reference is not None else None,
-                entropy_T=entropy_T,
+                ref_logp_T=whole(reference),
+                entropy_T=whole(entropy_T),
             )
             result.loss.backward()
             _add(sums, result.sums)
@@ -239,12 +284,17 @@ class Learner:
     def _draft_counts(self, batches: list[PackedBatch]) -> Tensor | None:
         """Rows that count in each pass over all microbatches [K]; None where only the teacher can tell."""
         counts = [self.draft.count_rows(b.layout, self._draft_mask(b)) for b in batches]
-        return None if any(c is None for c in counts) else sum(counts)
+        return None if self.ranks.any(any(c is None for c in counts)) else self._sum_counts(counts)
+
+    def _sum_counts(self, counts: Iterable[Tensor]) -> Tensor:
+        """[K] over all microbatches and ranks; a rank without a microbatch takes part with zeros."""
+        zero = torch.zeros(self.draft.num_passes, dtype=torch.int64, device=self.policy.head_weight.device)
+        return self.ranks.sum(sum(counts, zero))
 
     def _draft_passes(self, stored: list[DraftInputs]) -> dict[str, Tensor]:
         """The draft's gradients on stored inputs, whose counts are taken first."""
         targets = [self._draft_targets(inputs) for inputs in stored]
-        counts_K = sum(t.counts_K for t in targets)
+        counts_K = self._sum_counts(t.counts_K for t in targets)
         sums: dict[str, Tensor] = {}
         for inputs, target in zip(stored, targets):
             _add(sums, self._draft_pass(inputs, counts_K, target))
@@ -263,52 +313,60 @@ class Learner:
 
     def _draft_pass(self, inputs: DraftInputs, counts_K: Tensor, targets: Any = None) -> dict[str, Tensor]:
         """Unroll, distillation and backward of one microbatch."""
+        nan = {"loss": torch.tensor(torch.nan, dtype=torch.float64)}
+        if self.ranks.cp_size > 1 and not self.ranks.all_finite(inputs.hidden_TE):
+            return nan  # the cp ranks leave together, or one would wait for the others in the unroll
         student = self.draft(inputs.taps, inputs.embed_TE, inputs.batch.layout)
-        out: DistillOutput = self.draft.loss(
-            student,
-            targets or self._draft_targets(inputs),
-            self.policy.head_weight,
-            counts_K,
-            sampling_temperature=self.config.rollout.sampling.temperature,
-            chunk_rows=self.config.train.logprob_chunk_rows,
-        )
+        try:
+            out: DistillOutput = self.draft.loss(
+                student,
+                targets or self._draft_targets(inputs),
+                self.policy.head_weight,
+                counts_K,
+                sampling_temperature=self.config.rollout.sampling.temperature,
+                chunk_rows=self.config.train.logprob_chunk_rows,
+            )
+        except NonFiniteTeacher:  # the step is skipped for both models
+            return nan
         (out.loss * self.config.draft.loss_weight).backward()
         return out.sums() | {"loss": out.loss.detach().double()}
 
     # ---- the step of both ---------------------------------------------------------------------------------------
 
     def _step_both(
-        self, live: bool, stored: list[DraftInputs], sums: dict, maxima: dict, draft_sums: dict
+        self, part: Part, stored: list[DraftInputs], sums: dict, maxima: dict, draft_sums: dict
     ) -> UpdateResult:
-        """Clip, look for NaN, step the draft (with its extra steps) and then the policy, whose head the draft reads."""
+        """Sum over ranks, clip, look for NaN; step the draft (with its extra steps), then the policy, whose head it reads."""
         since = time.perf_counter()
+        sums, maxima = self.ranks.sum_metrics(sums, self.ranks.cp_size), self.ranks.max_metrics(maxima)
+        draft_sums = self.ranks.sum_metrics(draft_sums)
         metrics: dict[str, float] = {"policy/lr": self.policy_optimizer.lr}
-        norms = []
-        if live:
-            norms.append(self.policy_optimizer.clip())
-            metrics |= policy_metrics(sums, maxima) | {"policy/grad_norm": norms[-1].item()}
-        if draft_sums:
-            norms.append(self.draft_optimizer.clip())
-            metrics |= distill_metrics(draft_sums)
-            metrics |= {
-                "draft/loss": draft_sums["loss"].item(),
-                "draft/grad_norm": norms[-1].item(),
-                "draft/lr": self.draft_optimizer.lr,
-            }
-        losses = [each["loss"] for each in (sums, draft_sums) if each]
-        finite = all(torch.isfinite(x).item() for x in [*norms, *losses])
-        if not finite:
+        checked = [each["loss"] for each in (sums, draft_sums) if each]
+        if part.trains_policy:
+            self.ranks.sum_gradients(self.policy)
+            checked.append(self.policy_optimizer.clip())
+            metrics["policy/grad_norm"] = checked[-1].item()
+        if part.trains_draft:
+            self.ranks.sum_gradients(self.draft)
+            checked.append(self.draft_optimizer.clip())
+            metrics |= {"draft/grad_norm": checked[-1].item(), "draft/lr": self.draft_optimizer.lr}
+        since = self.clock.lap("optimizer", since)
+        if not all(torch.isfinite(x).item() for x in checked):
             self.zero_grad()
             return UpdateResult(metrics, skipped=True)
-        if draft_sums:
+        if part.trains_policy:
+            metrics |= policy_metrics(sums, maxima)
+        if part.trains_draft:
+            metrics |= distill_metrics(draft_sums) | {"draft/loss": draft_sums["loss"].item()}
             self.draft_optimizer.step()
             since = self.clock.lap("optimizer", since)
             for _ in range(self.config.draft.extra_steps):
                 self._draft_passes(stored)
+                self.ranks.sum_gradients(self.draft)
                 self.draft_optimizer.clip()
                 self.draft_optimizer.step()
             since = self.clock.lap("draft", since)
-        if live:
+        if part.trains_policy:
             self.policy_optimizer.step()
         self.clock.lap("optimizer", since)
         return UpdateResult(metrics, skipped=False)

@@ -7,6 +7,7 @@ To change the recipe, subclass CoTrainer, override the step that you mean, and n
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import resource
@@ -20,6 +21,7 @@ import torch
 
 from torchspec import checkpoint
 from torchspec.collect import (
+    Prompt,
     PromptStream,
     Rollout,
     Sample,
@@ -30,6 +32,7 @@ from torchspec.collect import (
     score_samples,
     spec_metrics,
     step_seeds,
+    sum_stats,
 )
 from torchspec.config import Config
 from torchspec.data.environments import build_environment
@@ -41,8 +44,10 @@ from torchspec.live import Live
 from torchspec.metrics import MetricsLog, cut_logs
 from torchspec.policy.hf import save_policy
 from torchspec.policy.titan import build_policy, set_num_threads
+from torchspec.ranks import Ranks
 from torchspec.report import write_report
-from torchspec.rollout.engine import RolloutInterrupted
+from torchspec.rollout.config import SamplingConfig
+from torchspec.rollout.engine import RolloutInterrupted, SpecStats
 from torchspec.warm_start import token_counts, warm_start
 
 
@@ -76,6 +81,13 @@ class StopFlag:
             signal.signal(number, handler)
 
 
+class QuietLive(contextlib.nullcontext):
+    """The display of a rank that is not the main one: none."""
+
+    def phase(self, name: str, done: int, total: int, detail: str = "") -> None:
+        """Shows nothing."""
+
+
 class CoTrainer:
     """Trains ``config.policy`` and ``config.draft`` together and serves both, refitted, in vLLM.
 
@@ -103,6 +115,11 @@ class CoTrainer:
         set_num_threads(config.train.num_threads or len(os.sched_getaffinity(0)))
         auto = torch.bfloat16 if cuda else torch.float32
         self.compute_dtype = auto if config.train.compute_dtype == "auto" else getattr(torch, config.train.compute_dtype)
+        self.ranks = Ranks(
+            config.parallelism.context_parallel_degree, self.device.type, config.parallelism.timeout_s
+        )
+        if cuda and self.ranks.world > 1:
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self.environment = build_environment(config.environment, seed=config.seed)
         self.tokenizer = load_tokenizer(config.environment, config.policy.path)
         self.sampling = resolve_sampling(config, config.rollout.sampling, self.tokenizer, config.policy.path)
@@ -111,7 +128,7 @@ class CoTrainer:
         self.policy = self.build_policy()
         self.draft = self.build_draft() if config.draft.enabled else None
         reference = copy.deepcopy(self.policy).requires_grad_(False) if config.rl.kl_coef else None
-        self.learner = Learner(config, self.policy, self.draft, reference, self.stop)
+        self.learner = Learner(config, self.policy, self.draft, reference, self.stop, self.ranks)
 
     def build_policy(self) -> Any:
         """The policy on the trainer's device; override to train a model of your own."""
@@ -154,26 +171,33 @@ class CoTrainer:
         """Train to ``train.steps``; on a signal save, say how to resume, and raise Interrupted."""
         with self.stop:
             self.setup()
-            self.live = Live(self.config)
+            main = self.ranks.is_main
+            self.live = Live(self.config) if main else QuietLive()
             with self.live:
                 if self.config.checkpoint.resume:
                     self.restore(checkpoint.load_checkpoint(self.output_dir / "checkpoints"))
-                    cut_logs(self.output_dir, self.step)
+                    self.ranks.barrier()
+                    if main:
+                        cut_logs(self.output_dir, self.step)
                 else:
                     self.start()
-                self.log = MetricsLog(self.output_dir, self.config)
+                self.log = MetricsLog(self.output_dir, self.config) if main else None
                 self.export()
                 self.engine = self.build_engine()
                 try:
                     self._loop()
                 finally:
                     self.engine.close()
-                    self.log.close()
-            write_report(self.output_dir)
+                    if main:
+                        self.log.close()
+            if main:
+                write_report(self.output_dir)
+            self.ranks.close()
 
     def start(self) -> None:
         """From nothing to step 0: warm up, give the draft its head, save."""
-        cut_logs(self.output_dir, 0)
+        if self.ranks.is_main:
+            cut_logs(self.output_dir, 0)
         warm_start(self)
         if self.draft is not None and not self.config.draft.path:
             counts = token_counts(self)
@@ -194,15 +218,15 @@ class CoTrainer:
             self.save()
             self.export()
             raise Interrupted(
-                f"Stopped by {self.stop.signal} after step {self.step} of {config.train.steps}; its state is saved. "
+                f"Stopped by {self.stop.signal or 'another rank'} after step {self.step} of {config.train.steps}; its state is saved. "
                 "Go on with --checkpoint.resume:"
             ) from error
         self.save()
         self.export()
 
     def _stop_here(self) -> None:
-        if self.stop:
-            raise Interrupted(f"stopped by {self.stop.signal}")
+        if self.ranks.any(bool(self.stop)):
+            raise Interrupted("stopped between steps")
 
     def train_step(self, step: int) -> None:
         """One RL step: rollout, two models' updates, refit, log."""
@@ -234,29 +258,61 @@ class CoTrainer:
         rl = self.config.rl
         skipped = self.prompts.skipped
         prompts = [self.prompts.next() for _ in range(rl.prompts_per_step)]
-        samples, stats, seconds = sample_responses(
-            self.engine,
-            self.tokenizer,
-            prompts,
-            step_seeds(self.config.seed, step, rl.prompts_per_step, rl.samples_per_prompt),
-            self.sampling,
-            deadline_s=self.config.rollout.deadline_s,
-            should_stop=lambda: bool(self.stop),
-            on_progress=lambda done, tokens: self.live.phase("rollout", done, rl.prompts_per_step * rl.samples_per_prompt),
-        )
-        started = time.perf_counter()
-        failed = self.score(samples)
+        seeds = step_seeds(self.config.seed, step, rl.prompts_per_step, rl.samples_per_prompt)
+        samples, stats, failed, rollout_s, score_s = self.sample_and_score("rollout", prompts, seeds, self.sampling)
         live = assign_advantages(samples, rl)
         return Rollout(
             samples=samples,
             stats=stats,
-            rollout_s=seconds,
-            score_s=time.perf_counter() - started,
+            rollout_s=rollout_s,
+            score_s=score_s,
             failed_scores=failed,
             live_groups=live,
             num_groups=rl.prompts_per_step,
             skipped_prompts=self.prompts.skipped - skipped,
         )
+
+    def sample_and_score(
+        self, phase: str, prompts: list[Prompt], seeds: list[list[int]], sampling: SamplingConfig
+    ) -> tuple[list[Sample], SpecStats, int, float, float]:
+        """Every rank serves and scores its share of the prompts; all get all samples, in the order of the prompts.
+
+        Returns: samples, speculation statistics and failed scorer calls of all ranks, seconds of sampling and of scoring
+        (the slowest rank's).
+        """
+        ranks, error = self.ranks, None
+        mine = slice(ranks.rank, None, ranks.world)
+        total = sum(len(row) for row in seeds[mine])
+        found: tuple = ([], SpecStats(), 0, 0.0, 0.0)
+        try:
+            samples, stats, seconds = sample_responses(
+                self.engine,
+                self.tokenizer,
+                prompts[mine],
+                seeds[mine],
+                sampling,
+                deadline_s=self.config.rollout.deadline_s,
+                should_stop=lambda: bool(self.stop),
+                on_progress=lambda done, tokens: self.live.phase(phase, done, total),
+            )
+            started = time.perf_counter()
+            failed = self.score(samples)
+            found = (samples, stats, failed, seconds, time.perf_counter() - started)
+        except (RunError, Interrupted) as problem:
+            error = problem
+        if ranks.any(isinstance(error, Interrupted)):
+            raise error if isinstance(error, Interrupted) else Interrupted("stopped by another rank")
+        ranks.agree(error)
+        shares = ranks.gather(found)
+        by_prompt: dict[int, list[Sample]] = {}
+        for rank, share in enumerate(shares):
+            for position, sample in zip(
+                [i for i in range(rank, len(seeds), ranks.world) for _ in seeds[i]], share[0], strict=True
+            ):
+                by_prompt.setdefault(position, []).append(sample)
+        ordered = [sample for i in range(len(seeds)) for sample in by_prompt.get(i, [])]
+        stats = sum_stats([share[1] for share in shares])
+        return ordered, stats, sum(s[2] for s in shares), max(s[3] for s in shares), max(s[4] for s in shares)
 
     def score(self, samples: list[Sample]) -> int:
         """Reward every sample; returns how many scorer calls failed."""
@@ -303,17 +359,8 @@ class CoTrainer:
         if not count:
             return {}
         prompts = [self.prompts.encode(i, "eval") for i in range(count)]
-        samples, stats, _ = sample_responses(
-            self.engine,
-            self.tokenizer,
-            prompts,
-            eval_seeds(config.seed, count),
-            resolve_sampling(config, config.eval.sampling, self.tokenizer, config.policy.path),
-            deadline_s=config.rollout.deadline_s,
-            should_stop=lambda: bool(self.stop),
-            on_progress=lambda done, tokens: self.live.phase("eval", done, count),
-        )
-        self.score(samples)
+        sampling = resolve_sampling(config, config.eval.sampling, self.tokenizer, config.policy.path)
+        samples, stats, *_ = self.sample_and_score("eval", prompts, eval_seeds(config.seed, count), sampling)
         result = {"eval/reward": sum(s.reward for s in samples) / count}
         if stats.drafts:
             result["eval/accept_len"] = spec_metrics(stats)["spec/accept_len"]
@@ -323,7 +370,9 @@ class CoTrainer:
     # ---- what is written ----------------------------------------------------------------------------------------
 
     def record(self, step: int, metrics: dict[str, float], rollout: Rollout) -> None:
-        """Metrics, samples, and the live table."""
+        """Metrics, samples, and the live table, on the main rank."""
+        if not self.ranks.is_main:
+            return
         limit = self.config.metrics
         rows = [_sample_row(s) for s in rollout.samples[: limit.samples_per_step]]
         self.log.log(step, metrics)
@@ -340,9 +389,11 @@ class CoTrainer:
 
     def export(self, dtype: torch.dtype = torch.float32) -> None:
         """Write ``policy/`` and ``draft/`` as Hugging Face folders."""
-        save_policy(self.policy, self.output_dir / "policy", tokenizer=self.tokenizer, dtype=dtype)
-        if self.draft is not None:
-            self.draft.save(self.output_dir / "draft", dtype=dtype)
+        if self.ranks.is_main:
+            save_policy(self.policy, self.output_dir / "policy", tokenizer=self.tokenizer, dtype=dtype)
+            if self.draft is not None:
+                self.draft.save(self.output_dir / "draft", dtype=dtype)
+        self.ranks.barrier()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a resumed run needs to go on bit-equal."""
@@ -368,9 +419,11 @@ class CoTrainer:
         """A complete checkpoint of the current step. A step's line is written before its checkpoint, so that a kill between
         the two leaves a line too many (cut on resume) and never one too few; the next line has the seconds."""
         started = time.perf_counter()
-        checkpoint.save_checkpoint(
-            self.output_dir / "checkpoints", self.step, self.state_dict(), self.config.checkpoint.keep
-        )
+        if self.ranks.is_main:
+            checkpoint.save_checkpoint(
+                self.output_dir / "checkpoints", self.step, self.state_dict(), self.config.checkpoint.keep
+            )
+        self.ranks.barrier()
         self.checkpoint_s += time.perf_counter() - started
 
 

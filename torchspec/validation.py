@@ -54,6 +54,7 @@ AT_LEAST = {
     "train.num_threads": 0,
     "train.logprob_chunk_rows": 1,
     "train.max_skipped_steps": 0,
+    "parallelism.context_parallel_degree": 1,
     "warm_start.steps": 0,
     "warm_start.batch_size": 1,
     "eval.every": 0,
@@ -78,6 +79,7 @@ ABOVE_ZERO = (
     "draft.loss_weight",
     "environment.scorer_timeout_s",
     "rollout.deadline_s",
+    "parallelism.timeout_s",
     "warm_start.lr",
     "policy.optimizer.eps",
     "draft.optimizer.eps",
@@ -99,7 +101,7 @@ def validate(config: Config, *, check_files: bool = True) -> None:
         *_rl(config),
         *_environment(config),
         *_plugins(config),
-        *_process(),
+        *_process(config),
     ]
     if check_files:
         faults += _files(config)
@@ -348,12 +350,17 @@ def _plugins(config: Config) -> Iterator[str]:
         )
 
 
-def _process() -> Iterator[str]:
-    world = os.environ.get("WORLD_SIZE", "1")
-    if world not in ("", "1"):
+def _process(config: Config) -> Iterator[str]:
+    world, degree = int(os.environ.get("WORLD_SIZE") or 1), config.parallelism.context_parallel_degree
+    if degree < 1 or world % degree:
         yield (
-            f"WORLD_SIZE = {world}: TorchSpec trains in one process so far; start it as `torchspec train`,"
-            " without torchrun."
+            f"parallelism.context_parallel_degree = {degree} does not divide the {world} rank(s) of this run;"
+            " start them with `torchrun --nproc-per-node N --module torchspec.train train CONFIG.toml`."
+        )
+    if config.rl.prompts_per_step < world:
+        yield (
+            f"rl.prompts_per_step = {config.rl.prompts_per_step} is less than the {world} ranks of this run,"
+            " and each samples a share of the prompts; raise it."
         )
 
 

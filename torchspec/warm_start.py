@@ -43,18 +43,22 @@ def warm_start(trainer: CoTrainer) -> None:
     optimizer = Optimizer(trainer.policy, settings, config.steps)
     limit = trainer.config.train.tokens_per_microbatch
     for step in range(config.steps):
-        if trainer.stop:
+        if trainer.ranks.any(bool(trainer.stop)):
             raise Interrupted(f"Stopped by {trainer.stop.signal} in the warm start; run the same command again.")
         sequences = [_supervised_sequence(trainer, trainer.prompts.next()) for _ in range(config.batch_size)]
         count = sum(len(s.response_ids) for s in sequences)
         total = 0.0
-        for bin_ in pack([len(s) for s in sequences], limit):
+        ranks = trainer.ranks
+        bins = pack([len(s) for s in sequences], limit, num_ranks=ranks.world)
+        for bin_ in filter(None, bins[ranks.rank :: ranks.world]):
             batch = build_batch([sequences[i] for i in bin_], trainer.device)
             hidden_TE = trainer.policy(batch.tokens_T, batch.layout).hidden_TE
             logp_T, _ = token_logprobs(hidden_TE, trainer.policy.head_weight, batch.targets_T)
             loss = -(logp_T * batch.mask_T).sum() / count
             loss.backward()
             total += loss.item()
+        ranks.sum_gradients(trainer.policy)
+        total = ranks.sum(torch.tensor(total)).item()
         optimizer.clip()
         optimizer.step()
         trainer.live.phase("warm start", step + 1, config.steps, detail=f"loss {total:.3f}")

@@ -26,6 +26,7 @@ from torchspec.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
 
     from torchspec.context_parallel.layout import PackedZigzag
 
@@ -184,6 +185,8 @@ def build_batch(
     *,
     cp_size: int = 1,
     cp_rank: int = 0,
+    cp_mesh: DeviceMesh | None = None,
+    trunk_transport: str = "gather",
 ) -> PackedBatch:
     """The tensors of one microbatch. Shifts are made here, before the rows are dealt out to context-parallel
     ranks.
@@ -200,7 +203,14 @@ def build_batch(
         raise RunError("a microbatch without sequences cannot be built.")
     for i, sequence in enumerate(sequences):
         _check(i, sequence)
-    layout = PackedZigzag([len(s) for s in sequences], cp_size=cp_size, cp_rank=cp_rank, device=device)
+    layout = PackedZigzag(
+        [len(s) for s in sequences],
+        cp_size=cp_size,
+        cp_rank=cp_rank,
+        device=device,
+        cp_mesh=cp_mesh,
+        trunk_transport=trunk_transport,
+    )
     total = sum(layout.doc_lengths)
     ints = {name: torch.zeros(total, dtype=torch.int64) for name in ("tokens", "targets")}
     floats = {name: torch.zeros(total, dtype=torch.float32) for name in ("advantage", "engine_logp")}
