@@ -133,6 +133,32 @@ def test_a_resume_that_fails_leaves_the_settings_of_the_checkpoint(folder):
     assert "ttt_steps = 2" in (folder / "outputs/c/config.toml").read_text()
 
 
+def test_other_ranks_leave_the_folder_to_rank_0(folder, monkeypatch, capsys):
+    (folder / "what.txt").write_text("raise RunError('rank 0 is gone.')")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    out = folder / "outputs/c"
+    out.mkdir(parents=True)
+    (out / "config.toml").write_text("of rank 0")
+    (out / "error.log").write_text("of rank 0")
+    (out / "samples.jsonl").write_text("")
+    assert main(["train", "c.toml"]) == 1
+    assert (out / "config.toml").read_text() == (out / "error.log").read_text() == "of rank 0"
+    assert "rank 0 is gone" in (out / "error-rank1.log").read_text() and not (out / ".lock").exists()
+    captured = capsys.readouterr()
+    assert captured.out == "" and "rank 1: rank 0 is gone." in captured.err
+    mark = out / "checkpoints/step-3/COMPLETE"
+    mark.parent.mkdir(parents=True)
+    mark.touch()
+    (folder / "what.txt").write_text("raise Interrupted('Stopped.')")
+    assert main(["train", "c.toml"]) == 130
+    assert "--checkpoint.resume" not in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "0")
+    assert main(["train", "c.toml", "--checkpoint.resume"]) == 130
+    again = "torchrun --nproc-per-node 2 --module torchspec.train train c.toml --checkpoint.resume\n"
+    assert again in capsys.readouterr().err
+
+
 def test_an_interrupt_prints_the_command_that_goes_on(folder, capsys):
     (folder / "what.txt").write_text("raise Interrupted('Stopped.')")
     args = ["train", "c.toml", "--environment.args.word", "two words"]

@@ -13,7 +13,7 @@ import shutil
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from torchspec.errors import ConfigError, Interrupted, RunError
@@ -71,8 +71,11 @@ def _fail(error: BaseException, sentence: str, status: int, scene: Scene) -> int
     """The sentence to stderr and the traceback to error.log; where there is no folder for it, to stderr if it
     helps."""
     text = "".join(traceback.format_exception(error))
+    rank, world = _ranks()
+    if world > 1:
+        sentence = f"rank {rank}: {sentence}"
     if scene.output_dir is not None:
-        log = scene.output_dir / "error.log"
+        log = scene.output_dir / _error_log(rank)
         try:
             log.write_text(text, encoding="utf-8")
             return _say(f"{sentence}\n(traceback: {log})", status)
@@ -82,6 +85,16 @@ def _fail(error: BaseException, sentence: str, status: int, scene: Scene) -> int
     if not isinstance(error, (ConfigError, RunError)):
         sentence = f"{sentence}\n{text}"
     return _say(sentence, status)
+
+
+def _ranks() -> tuple[int, int]:
+    """This process's rank and their number, as torchrun tells them."""
+    world = int(os.environ.get("WORLD_SIZE") or 1)
+    return (int(os.environ.get("RANK") or 0) if world > 1 else 0), world
+
+
+def _error_log(rank: int) -> str:
+    return f"error-rank{rank}.log" if rank else "error.log"
 
 
 # -- train --------------------------------------------------------------------------------------------------
@@ -103,24 +116,29 @@ def train(args: list[str], scene: Scene) -> None:
 
     check_installation()
     output_dir = Path(config.output_dir)
-    lock = _open_folder(output_dir, config.checkpoint.resume)
-    scene.output_dir = output_dir
-    (output_dir / "error.log").unlink(missing_ok=True)
-    print(f"TorchSpec: {path} -> {output_dir}", flush=True)  # before the seconds that importing torch takes
-    try:
+    rank, world = _ranks()
+    # Rank 0 owns the folder; if it is refused here, torchrun ends the other ranks.
+    lock = _open_folder(output_dir, config.checkpoint.resume) if rank == 0 else nullcontext()
+    with lock:
+        scene.output_dir = output_dir
+        (output_dir / _error_log(rank)).unlink(missing_ok=True)
+        if rank == 0:  # before the seconds that importing torch takes
+            print(f"TorchSpec: {path} -> {output_dir}", flush=True)
         from torchspec.plugins import load_object
 
         trainer_class = load_object(config.trainer)
-        with _settings_written(output_dir, text):
-            trainer_class(config, output_dir).run()
+        try:
+            with _settings_written(output_dir, text) if rank == 0 else nullcontext():
+                trainer_class(config, output_dir).run()
+        except Interrupted as error:
+            if rank > 0 or not _checkpoints(output_dir):
+                raise
+            resume = [arg for arg in overrides if arg != "--checkpoint.resume"] + ["--checkpoint.resume"]
+            raise Interrupted(
+                f"{error}\n  {shlex.join([*_program(world), 'train', path, *resume])}"
+            ) from error
+    if rank == 0:
         print(f"Done. Everything is in {output_dir}; look at {output_dir / 'report.html'}.", flush=True)
-    except Interrupted as error:
-        if not _checkpoints(output_dir):
-            raise
-        resume = [arg for arg in overrides if arg != "--checkpoint.resume"] + ["--checkpoint.resume"]
-        raise Interrupted(f"{error}\n  {shlex.join([_program(), 'train', path, *resume])}") from error
-    finally:
-        lock.close()
 
 
 def _checkpoints(folder: Path) -> list[str]:
@@ -146,12 +164,20 @@ def _settings_written(folder: Path, text: str) -> Iterator[None]:
         raise
 
 
-def _program() -> str:
+def _program(world: int = 1) -> list[str]:
     """How the user can call this program again: by name where the PATH finds it, else by its path."""
+    if world > 1:
+        return [
+            "torchrun",
+            "--nproc-per-node",
+            os.environ.get("LOCAL_WORLD_SIZE", str(world)),
+            "--module",
+            "torchspec.train",
+        ]
     called = sys.argv[0]
     if Path(called).name != "torchspec" or shutil.which("torchspec") == called:
-        return "torchspec"
-    return min(called, os.path.relpath(called), key=len)
+        return ["torchspec"]
+    return [min(called, os.path.relpath(called), key=len)]
 
 
 def _config_argument(args: list[str], command: str) -> tuple[str, list[str]]:
