@@ -1,15 +1,16 @@
-"""What context parallelism costs: bytes on the wire, balance, memory, exactness; and the time of its attention.
+"""What context parallelism costs: bytes on the wire, balance, memory, exactness; and its attention's time.
 
-    python tools/bench_context_parallel.py [--quick] [--json FILE] [--device cuda] [--link-gb-per-s 50]
+    python tools/bench_context_parallel.py [--quick] [--only counts] [--json FILE] [--device cuda]
 
-Table "counts": real gloo ranks run the K-pass unroll of one draft layer; bytes are counted at the collectives, errors
-are against the dense fp64 oracle.  wire_units: bytes that one rank sends per layer and microbatch, in units of its
-K0 + V0 in bf16.  paper_units: the same for the ring of arXiv 2609.07108, K (2(C-1) + 2C).  automodel_units: for NeMo
-Automodel's zigzag ring, which expands keys to the query heads, K (8C-4) / 2 * H / Hkv.
+Table "counts": real gloo ranks run the K-pass unroll of one draft layer; bytes are counted at the
+collectives, errors are against the dense fp64 oracle.  wire_units: bytes that one rank sends per layer and
+microbatch, in units of its K0 + V0 in bf16.  paper_units: the same for the ring of arXiv 2609.07108,
+K (2(C-1) + 2C).  automodel_units: for NeMo Automodel's zigzag ring, which expands keys to the query heads,
+K (8C-4) / 2 * H / Hkv.
 
-Table "scaling": one device computes what each rank of C would (one pass, forward and backward), so a strong scaling is
-predicted: slowest rank's time + bytes over the link, nothing overlapped.  On a CPU the shapes are small; with
-``--device cuda`` the same code runs at 32K-256K tokens in bf16.  The CUDA path has not been run.
+Table "scaling": one device computes what each rank of C would (one pass, forward and backward), so a strong
+scaling is predicted: slowest rank's time + bytes over the link, nothing overlapped.  On a CPU the shapes are
+small; with ``--device cuda`` the same code runs at 32K-256K tokens in bf16.  The CUDA path has not been run.
 
 Legend: C ranks, K passes, H query heads, G key/value heads, D head dim.
 """
@@ -41,15 +42,18 @@ TIMEOUT = datetime.timedelta(seconds=120)
 DEADLINE_S = 600
 
 
-# ---- table "counts" --------------------------------------------------------------------------------------------------
+# ---- table "counts"
+# --------------------------------------------------------------------------------------------------
 
 
 def leaves(passes: int) -> list[list[torch.Tensor]]:
     """Per pass q, k, v and the weight of its output: fp64, the whole pack."""
     generator = torch.Generator().manual_seed(passes)
     return [
-        [torch.randn(sum(LENGTHS), h, DIM, generator=generator, dtype=torch.float64)
-         for h in (HEADS, GROUPS, GROUPS, HEADS)]
+        [
+            torch.randn(sum(LENGTHS), h, DIM, generator=generator, dtype=torch.float64)
+            for h in (HEADS, GROUPS, GROUPS, HEADS)
+        ]
         for _ in range(passes)
     ]
 
@@ -64,8 +68,14 @@ class DenseTrunk:
         self.keys.append(k)
         self.values.append(v)
         return dense_branch_attention(
-            q, self.keys[0], self.values[0], self.keys[1:], self.values[1:], self.layout.cu_seqlens,
-            self.layout.max_seqlen, DIM**-0.5,
+            q,
+            self.keys[0],
+            self.values[0],
+            self.keys[1:],
+            self.values[1:],
+            self.layout.cu_seqlens,
+            self.layout.max_seqlen,
+            DIM**-0.5,
         )[0]
 
 
@@ -164,20 +174,26 @@ def count_rows(sizes: list[int], passes: list[int]) -> list[dict]:
             ranks = [torch.load(f"{folder}/{rank}") for rank in range(size)]
         for index, (transport, k) in enumerate(cases):
             found = [r[index] for r in ranks]
-            rows.append({
-                "table": "counts", "transport": transport, "K": k, "C": size,
-                "wire_units": max(f["wire_units"] for f in found),
-                "paper_units": k * (2 * (size - 1) + 2 * size),
-                "automodel_units": k * (8 * size - 4) / 2 * HEADS / GROUPS,
-                "balance_max_over_mean": balance(size, 0),
-                "balance_window_half": balance(size, max(LENGTHS) // 2),
-                "saved_bytes_by_pass": max(f["saved"] for f in found),
-                "max_rel_err_fp32": worst_error(found, expected[k]),
-            })
+            rows.append(
+                {
+                    "table": "counts",
+                    "transport": transport,
+                    "K": k,
+                    "C": size,
+                    "wire_units": max(f["wire_units"] for f in found),
+                    "paper_units": k * (2 * (size - 1) + 2 * size),
+                    "automodel_units": k * (8 * size - 4) / 2 * HEADS / GROUPS,
+                    "balance_max_over_mean": balance(size, 0),
+                    "balance_window_half": balance(size, max(LENGTHS) // 2),
+                    "saved_bytes_by_pass": max(f["saved"] for f in found),
+                    "max_rel_err_fp32": worst_error(found, expected[k]),
+                }
+            )
     return rows
 
 
-# ---- table "scaling" -------------------------------------------------------------------------------------------------
+# ---- table "scaling"
+# -------------------------------------------------------------------------------------------------
 
 
 def synchronize(device: str) -> None:
@@ -186,7 +202,7 @@ def synchronize(device: str) -> None:
 
 
 def rank_work(layout: PackedZigzag, transport: str, heads, device: str, dtype):
-    """A function that computes one pass, forward and backward, of this layout's rank, and its attending pairs."""
+    """A function that computes one pass, forward and backward, of this layout's rank, and its pairs."""
     h, g, d = heads
     size, rank, rows = layout.cp_size, layout.cp_rank, layout.num_tokens
     make = lambda n, x: torch.randn(n, x, d, device=device, dtype=dtype)  # noqa: E731
@@ -241,21 +257,34 @@ def scaling_rows(args, tokens: list[int], heads: tuple[int, int, int]) -> list[d
                     seconds = max(seconds, timed(function, args.device, args.repeats))
                     flops = max(flops, 14 * h * d * pairs)
                 widening = 4 // dtype.itemsize
-                units = (size - 1) * (1 + widening) if transport == "gather" else 2 * (size - 1) + widening * size
+                units = (
+                    (size - 1) * (1 + widening) if transport == "gather" else 2 * (size - 1) + widening * size
+                )
                 wire = (units if size > 1 else 0) * layout.num_tokens * 2 * g * d * dtype.itemsize
                 predicted = seconds + wire / (args.link_gb_per_s * 1e9)
                 base.setdefault(transport, predicted)
-                rows.append({
-                    "table": "scaling", "transport": transport, "tokens": total, "C": size, "dtype": str(dtype)[6:],
-                    "kernel_seconds": seconds, "tflops_per_s": flops / seconds / 1e12,
-                    "share_of_peak": flops / seconds / (args.peak_tflops * 1e12) if args.peak_tflops else None,
-                    "wire_bytes": wire, "predicted_seconds": predicted,
-                    "predicted_speedup": base[transport] / predicted,
-                })
+                rows.append(
+                    {
+                        "table": "scaling",
+                        "transport": transport,
+                        "tokens": total,
+                        "C": size,
+                        "dtype": str(dtype)[6:],
+                        "kernel_seconds": seconds,
+                        "tflops_per_s": flops / seconds / 1e12,
+                        "share_of_peak": flops / seconds / (args.peak_tflops * 1e12)
+                        if args.peak_tflops
+                        else None,
+                        "wire_bytes": wire,
+                        "predicted_seconds": predicted,
+                        "predicted_speedup": base[transport] / predicted,
+                    }
+                )
     return rows
 
 
-# ---- printing --------------------------------------------------------------------------------------------------------
+# ---- printing
+# --------------------------------------------------------------------------------------------------------
 
 
 def text(value) -> str:
@@ -274,26 +303,44 @@ def show(title: str, rows: list[dict]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="C up to 4 and small shapes: under a minute on 2 cores")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="C up to 4 and small shapes: under a minute on 2 cores"
+    )
     parser.add_argument("--json", type=Path, help="write the rows to this file")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--link-gb-per-s", type=float, default=50.0, help="link of one rank, for the prediction")
-    parser.add_argument("--peak-tflops", type=float, default=0.0, help="the card's matrix peak in the dtype used")
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu"
+    )
+    parser.add_argument(
+        "--link-gb-per-s", type=float, default=50.0, help="link of one rank, for the prediction"
+    )
+    parser.add_argument(
+        "--peak-tflops", type=float, default=0.0, help="the card's matrix peak in the dtype used"
+    )
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", choices=["counts", "scaling"], help="one table only")
     args = parser.parse_args()
     torch.set_num_threads(1)
 
-    counts = count_rows([2, 4] if args.quick else [2, 4, 8], [1, 3] if args.quick else [1, 3, 7])
-    show("counts (bf16 bytes; fp32 errors)", counts)
-    if args.device == "cuda":
-        tokens, heads = ([32768] if args.quick else [32768, 65536, 131072, 262144]), (32, 8, 128)
-    else:
-        tokens, heads = ([512] if args.quick else [2048, 4096]), (8, 2, 64)
-    scaling = scaling_rows(args, tokens, heads)
-    show(f"scaling ({args.device}; one pass, forward and backward; link {args.link_gb_per_s} GB/s)", scaling)
+    rows = []
+    if args.only != "scaling":
+        rows += count_rows([2, 4] if args.quick else [2, 4, 8], [1, 3] if args.quick else [1, 3, 7])
+        show("counts (bf16 bytes; fp32 errors)", rows)
+    if args.only != "counts":
+        if args.device == "cuda":
+            tokens, heads = ([32768] if args.quick else [32768, 65536, 131072, 262144]), (32, 8, 128)
+        else:
+            tokens, heads = ([512] if args.quick else [2048, 4096]), (8, 2, 64)
+        scaling = scaling_rows(args, tokens, heads)
+        show(
+            f"scaling ({args.device}; one pass, forward and backward; link {args.link_gb_per_s} GB/s)",
+            scaling,
+        )
+        rows += scaling
     if args.json:
-        args.json.write_text(json.dumps([*counts, *scaling], indent=1) + "\n")
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

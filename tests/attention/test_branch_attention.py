@@ -28,8 +28,12 @@ def make(ratio: int, branches: int, dtype=torch.float64, lengths=LENGTHS, seed: 
         return values.to(dtype).requires_grad_()
 
     trunk = [tensor(GROUPS * ratio), tensor(GROUPS), tensor(GROUPS)]
-    return (*trunk, [tensor(GROUPS) for _ in range(branches)], [tensor(GROUPS) for _ in range(branches)],
-            PackedZigzag(lengths))
+    return (
+        *trunk,
+        [tensor(GROUPS) for _ in range(branches)],
+        [tensor(GROUPS) for _ in range(branches)],
+        PackedZigzag(lengths),
+    )
 
 
 def run(function, q, k0, v0, kb, vb, layout, window=0):
@@ -105,8 +109,13 @@ def test_equals_oracle_in_fp64(ratio, branches, window):
 @pytest.mark.parametrize("dtype,limit", [(torch.float32, 2e-6), (torch.bfloat16, 8e-3)])
 def test_narrow_dtypes(dtype, limit):
     *inputs, layout = make(3, 3, dtype=dtype)
-    wide = [inputs[0].double(), inputs[1].double(), inputs[2].double(),
-            [x.double() for x in inputs[3]], [x.double() for x in inputs[4]]]
+    wide = [
+        inputs[0].double(),
+        inputs[1].double(),
+        inputs[2].double(),
+        [x.double() for x in inputs[3]],
+        [x.double() for x in inputs[4]],
+    ]
     out, lse = run(branch_attention, *inputs, layout)
     want, want_lse = run(dense_branch_attention, *wide, layout)
     assert out.dtype == dtype and lse.dtype == torch.float32
@@ -139,7 +148,7 @@ def test_packed_equals_one_document_at_a_time():
 
 
 def test_far_away_token_and_no_other_document():
-    """The last row's output reaches the first key of its document and no row of another one, nor a later row."""
+    """The last row's output reaches the first key of its document and nothing else."""
     q, k0, v0, kb, vb, layout = make(1, 1, seed=7)
     out, _ = run(branch_attention, q, k0, v0, kb, vb, layout)
     (dv,) = torch.autograd.grad(out[35].sum(), v0, retain_graph=True)
@@ -240,11 +249,17 @@ def test_cuda_kernel_refuses_what_flash_cannot_run():
 @pytest.mark.parametrize("branches", [0, 2])
 def test_cuda_equals_oracle(branches):
     *inputs, layout = make(4, branches, dtype=torch.bfloat16)
-    to = lambda x: [to(y) for y in x] if isinstance(x, list) else x.detach().cuda().requires_grad_()  # noqa: E731
+
+    def to(x):
+        return [to(y) for y in x] if isinstance(x, list) else x.detach().cuda().requires_grad_()
+
     moved, cu = [to(x) for x in inputs], layout.cu_seqlens.cuda()
     out, _ = branch_attention(*moved, cu, layout.max_seqlen, 1 / math.sqrt(DIM))
-    want, _ = run(dense_branch_attention, *[
-        [y.double() for y in x] if isinstance(x, list) else x.double() for x in inputs], layout)
+    want, _ = run(
+        dense_branch_attention,
+        *[[y.double() for y in x] if isinstance(x, list) else x.double() for x in inputs],
+        layout,
+    )
     assert relative(out.cpu(), want) < 8e-3
     flat = lambda x: [*x[:3], *x[3], *x[4]]  # noqa: E731
     weight = torch.randn_like(want)

@@ -1,7 +1,8 @@
 """The CUDA kernel's index arithmetic, run on a CPU: varlen flash is replaced by a dense fp64 emulation.
 
-This shows that the right rows meet the right keys and that nothing is read that the kernel may leave unwritten.  What it
-cannot show is that the GPU ops behave as their schemas say; ``test_branch_attention`` does, where there is a GPU.
+This shows that the right rows meet the right keys and that nothing is read that the kernel may leave
+unwritten.  What it cannot show is that the GPU ops behave as their schemas say; ``test_branch_attention``
+does, where there is a GPU.
 """
 
 from __future__ import annotations
@@ -28,8 +29,22 @@ def scores_of(q, k, cu_q, cu_k, causal, scale, left):
         yield slice(a, b), slice(c, d), s.masked_fill(hidden, -torch.inf)
 
 
-def forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, *, scale, window_size_left=None,
-            window_size_right=None):
+def forward(
+    q,
+    k,
+    v,
+    cu_q,
+    cu_k,
+    max_q,
+    max_k,
+    dropout,
+    causal,
+    debug,
+    *,
+    scale,
+    window_size_left=None,
+    window_size_right=None,
+):
     assert int(torch.diff(cu_q).max()) <= max_q and int(torch.diff(cu_k).max()) <= max_k
     assert cu_q.dtype == cu_k.dtype == torch.int32
     assert cu_q[-1] == q.shape[0] and cu_k[-1] == k.shape[0]
@@ -44,8 +59,26 @@ def forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, *, scale,
     return out, lse, None, None, None
 
 
-def backward(do, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, state, unused, *, scale,
-             window_size_left=None, window_size_right=None):
+def backward(
+    do,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    cu_q,
+    cu_k,
+    max_q,
+    max_k,
+    dropout,
+    causal,
+    state,
+    unused,
+    *,
+    scale,
+    window_size_left=None,
+    window_size_right=None,
+):
     dq, dk, dv = (torch.full_like(x, torch.nan) for x in (q, k, v))
     repeat = q.shape[1] // k.shape[1]
     delta = (do * out).sum(-1)
@@ -107,4 +140,6 @@ def test_shards_of_a_ring(emulated, size):
 def test_a_window_in_a_ring_is_refused(emulated):
     layout = PackedZigzag(LENGTHS, cp_size=2, cp_rank=0)
     with pytest.raises(ValueError, match="needs the gather transport"):
-        cuda.calls_of(TrunkView(layout.cu_seqlens, layout.max_seqlen, 5, 2, 0, 1), layout.num_tokens, layout.num_tokens)
+        cuda.calls_of(
+            TrunkView(layout.cu_seqlens, layout.max_seqlen, 5, 2, 0, 1), layout.num_tokens, layout.num_tokens
+        )

@@ -1,4 +1,4 @@
-"""Trunk and packed_attention on one rank: equal to the plain op, gradients summed in fp32, one graph, and refusals."""
+"""Trunk and packed_attention on one rank: the plain op, fp32 sums of gradients, one graph, refusals."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_gradients_over_passes_are_summed_unrounded():
             total[0] += dk
             total[1] += dv
     for (_, k, v), (dk, dv) in zip(passes, expected):
-        # sums of fp32 in another order may differ in the last bit before they are rounded: one ulp of bf16 at most
+        # sums of fp32 in another order may differ in the last bit before rounding: one bf16 ulp at most
         torch.testing.assert_close(k.grad.float(), dk, rtol=2**-8, atol=1e-6)
         torch.testing.assert_close(v.grad.float(), dv, rtol=2**-8, atol=1e-6)
     exact = torch.cat([(k.grad == dk.bfloat16()).flatten() for (_, k, _), (dk, _) in zip(passes, expected)])

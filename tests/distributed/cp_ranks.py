@@ -1,6 +1,7 @@
 """Ranks for the context-parallel tests: spawned gloo processes with deadlines, and what they compute.
 
-Every worker returns plain data (tensors, numbers); the comparison with the one-rank fp64 oracle happens in the test.
+Every worker returns plain data (tensors, numbers); the comparison with the one-rank fp64 oracle happens in
+the test.
 """
 
 from __future__ import annotations
@@ -43,11 +44,12 @@ def _child(rank: int, world: int, folder: str, function: Callable, args: tuple) 
 
 
 def run_ranks(world: int, function: Callable, *args, deadline_s: float = 500.0) -> list:
-    """``function(mesh, *args)`` on ``world`` gloo ranks: their results in rank order; no wait without a deadline."""
+    """``function(mesh, *args)`` on ``world`` gloo ranks: their results in rank order."""
     with tempfile.TemporaryDirectory() as folder:
         context = mp.get_context("spawn")
         children = [
-            context.Process(target=_child, args=(rank, world, folder, function, args)) for rank in range(world)
+            context.Process(target=_child, args=(rank, world, folder, function, args))
+            for rank in range(world)
         ]
         for child in children:
             child.start()
@@ -60,7 +62,9 @@ def run_ranks(world: int, function: Callable, *args, deadline_s: float = 500.0) 
             children[rank].join(10)
         errors = [path.read_text() for path in sorted(Path(folder).glob("error*"))]
         if errors or late:
-            raise RuntimeError(f"ranks {late} passed the deadline of {deadline_s} s; errors:\n" + "\n".join(errors))
+            raise RuntimeError(
+                f"ranks {late} passed the deadline of {deadline_s} s; errors:\n" + "\n".join(errors)
+            )
         return [torch.load(f"{folder}/result{rank}") for rank in range(world)]
 
 
@@ -74,8 +78,15 @@ class DenseTrunk:
         self.keys.append(k)
         self.values.append(v)
         return dense_branch_attention(
-            q, self.keys[0], self.values[0], self.keys[1:], self.values[1:], self.layout.cu_seqlens,
-            self.layout.max_seqlen, q.shape[-1] ** -0.5, self.window,
+            q,
+            self.keys[0],
+            self.values[0],
+            self.keys[1:],
+            self.values[1:],
+            self.layout.cu_seqlens,
+            self.layout.max_seqlen,
+            q.shape[-1] ** -0.5,
+            self.window,
         )[0]
 
 
@@ -85,13 +96,14 @@ def leaves(ratio: int, passes: int = PASSES, seed: int = 0) -> list[list[torch.T
     heads = (GROUPS * ratio, GROUPS, GROUPS, GROUPS * ratio)
     rows = sum(LENGTHS)
     return [
-        [torch.randn(rows, h, DIM, generator=generator, dtype=torch.float64) for h in heads] for _ in range(passes)
+        [torch.randn(rows, h, DIM, generator=generator, dtype=torch.float64) for h in heads]
+        for _ in range(passes)
     ]
 
 
 def unroll(trunk, passes: list[list[torch.Tensor]]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Outputs of all passes and the gradient of every q, k, v of sum(out * weight); pass k's query depends on pass
-    k-1's output, so gradients cross passes."""
+    """Outputs of all passes and the gradient of every q, k, v of sum(out * weight); pass k's query depends on
+    pass k-1's output, so gradients cross passes."""
     inputs = [x.detach().requires_grad_() for p in passes for x in p[:3]]
     outs, loss, previous = [], 0.0, 0.0
     for index, p in enumerate(passes):

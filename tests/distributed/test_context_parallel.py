@@ -1,7 +1,7 @@
-"""Context parallelism on gloo ranks equals one rank: the fp64 oracle, shift, wire bytes, saved bytes, compile.
+"""Context parallelism on gloo ranks equals one rank: the fp64 oracle, shift, wire, memory, compile.
 
-What the ranks of C = 2 see of a document of 8 rows in the trunk (rows: queries in the rank's order, columns: keys in
-document order), which is what the masks of the two chunks come to::
+What the ranks of C = 2 see of a document of 8 rows in the trunk (rows: queries in the rank's order, columns:
+keys in document order), which is what the masks of the two chunks come to::
 
     rank 0   0  1 0 0 0 0 0 0 0        rank 1   2  1 1 1 0 0 0 0 0
              1  1 1 0 0 0 0 0 0                 3  1 1 1 1 0 0 0 0
@@ -77,7 +77,9 @@ def test_shift(ranks, n):
 
 
 def test_wire(ranks):
-    """gather: 3(C-1) units in bf16 whatever K, 4(C-1) for a policy layer; ring: the paper's K(2(C-1) + 2C)."""
+    """gather: 3(C-1) units in bf16 whatever K, 4(C-1) for a policy layer; ring: the paper's K(2(C-1) +
+    2C).
+    """
     size = len(ranks)
     for r in ranks:
         for (transport, dtype, k), (units, calls) in r["wire"].items():
@@ -100,7 +102,11 @@ def test_saved_bytes(ranks):
     for r in ranks:
         for transport, (sizes, storages, rows, rows_global) in r["saved"].items():
             increments = {b - a for a, b in zip(sizes, sizes[1:])}
-            q_or_out, key_or_value, lse = rows * 3 * GROUPS * DIM * 4, rows * GROUPS * DIM * 4, rows * 3 * GROUPS * 4
+            q_or_out, key_or_value, lse = (
+                rows * 3 * GROUPS * DIM * 4,
+                rows * GROUPS * DIM * 4,
+                rows * 3 * GROUPS * 4,
+            )
             assert increments == {2 * q_or_out + lse + 2 * key_or_value}
             if len(ranks) == 1:
                 continue
@@ -117,7 +123,7 @@ def test_compile(ranks):
 
 
 def test_far_away_gradient_crosses_ranks(ranks):
-    """The third document's last token reaches all 22 rows of its document, on every rank, and no other document."""
+    """The third document's last token reaches all 22 rows of its document, and no other document."""
     for transport in ("gather", "ring"):
         seen = whole([r["far_away"][transport] for r in ranks])
         assert seen.tolist() == [False] * 14 + [True] * 22
@@ -125,14 +131,18 @@ def test_far_away_gradient_crosses_ranks(ranks):
 
 @pytest.mark.parametrize("passes", [1, PASSES])
 def test_bf16_error_against_single_rank_flash(ranks, passes):
-    """No worse than 1.1 times the error of one rank's flash kernel in bf16 (pieces stay in fp32 until the merge)."""
+    """No worse than 1.1 times the error of one rank's flash kernel in bf16 (pieces stay in fp32 until the
+    merge).
+    """
     layout = PackedZigzag(LENGTHS)
     inputs = [[x.bfloat16() for x in p] for p in cp_ranks.leaves(3, passes)]
     expected = cp_ranks.unroll(cp_ranks.DenseTrunk(layout), [[x.double() for x in p] for p in inputs])
     baseline = cp_ranks.unroll(FlashTrunk(layout), inputs)
     worst = []
     for part in (0, 1):
-        got = [whole([r["bf16"][passes][part][i] for r in ranks]).double() for i in range(len(expected[part]))]
+        got = [
+            whole([r["bf16"][passes][part][i] for r in ranks]).double() for i in range(len(expected[part]))
+        ]
         ours, theirs = (
             sum(float((a.double() - b).norm() ** 2 / b.norm() ** 2) for a, b in zip(x, expected[part])) ** 0.5
             for x in (got, baseline[part])
@@ -154,14 +164,18 @@ class FlashTrunk:
         outs = []
         for a, b in zip(cu, cu[1:]):
             heads = [x[a:b].transpose(0, 1).unsqueeze(0) for x in (q, self.keys[0], self.values[0])]
-            o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*heads, 0.0, True, scale=scale)
+            o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                *heads, 0.0, True, scale=scale
+            )
             outs.append((o[0].transpose(0, 1), lse[0].transpose(0, 1)))
         out, lse = torch.cat([o for o, _ in outs]), torch.cat([s for _, s in outs])
         repeat = q.shape[1] // k.shape[1]
         for key, value in zip(self.keys[1:], self.values[1:]):
             score = (q * key.repeat_interleave(repeat, 1)).sum(-1).float() * scale
             joint = torch.logaddexp(lse, score)
-            out = (torch.exp(lse - joint).unsqueeze(-1) * out
-                   + torch.exp(score - joint).unsqueeze(-1) * value.repeat_interleave(repeat, 1)).to(q.dtype)
+            out = (
+                torch.exp(lse - joint).unsqueeze(-1) * out
+                + torch.exp(score - joint).unsqueeze(-1) * value.repeat_interleave(repeat, 1)
+            ).to(q.dtype)
             lse = joint
         return out

@@ -1,4 +1,4 @@
-"""The DTensor handlers of branch_attention: placements, tensor parallel beside context parallel, lse, refusals."""
+"""The DTensor handlers of branch_attention: placements, tensor parallel beside it, lse, refusals."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def lse_gradients(mesh) -> dict:
 
 
 def placements(mesh) -> dict:
-    """The handlers with replicated inputs and with Replicate and Partial gradients, against row-sharded ones."""
+    """Replicated inputs, and Replicate and Partial gradients, against row-sharded ones."""
     layout = PackedZigzag(LENGTHS, cp_mesh=mesh)
     rows = [DTensor.from_local(layout.shard(x), mesh, [Shard(0)]) for x in inputs()]
     q, k0, v0, kb, vb, do, _ = rows
@@ -68,7 +68,8 @@ def placements(mesh) -> dict:
     partial = DTensor.from_local(replicated.to_local() / mesh.size(), mesh, [Partial()])
     want = backward(do)
     return {
-        "inputs": torch.equal(out.to_local(), out2.to_local()) and torch.equal(lse.to_local(), lse2.to_local()),
+        "inputs": torch.equal(out.to_local(), out2.to_local())
+        and torch.equal(lse.to_local(), lse2.to_local()),
         "replicate": all(torch.equal(a, b) for a, b in zip(backward(replicated), want)),
         "partial": all(torch.allclose(a, b, atol=1e-13, rtol=0) for a, b in zip(backward(partial), want)),
     }
@@ -120,7 +121,12 @@ def everything(mesh) -> dict:
     out = Trunk(layout).attend(one, one, one)
     (grad,) = torch.autograd.grad((out * layout.real_T[:, None, None]).sum(), one)
     few = (float(out.detach()[layout.real_T].sum()), float(grad.sum()))
-    return {"lse": lse_gradients(mesh), "placements": placements(mesh), "refusals": refusals(mesh), "few": few}
+    return {
+        "lse": lse_gradients(mesh),
+        "placements": placements(mesh),
+        "refusals": refusals(mesh),
+        "few": few,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -200,7 +206,7 @@ def test_tensor_parallel_beside_context_parallel():
 
 
 def test_the_private_table_still_exists():
-    """DTensor's table of custom handlers (torch 2.13) holds ours, also after PyTorch's own CP swapped the table."""
+    """DTensor's table of custom handlers (torch 2.13) holds ours, also after PyTorch's CP swapped it."""
     from torch.distributed.tensor.experimental._context_parallel import _attention
 
     op = torch.ops.torchspec.branch_attention.default

@@ -1,7 +1,8 @@
-"""One whole train step under context parallelism equals one rank: losses and every gradient of policy and draft.
+"""One whole train step under context parallelism equals one rank: losses and every gradient.
 
-The policy (torchtitan's layers on packed attention), its taps, the policy loss, the draft's unroll, the teaching rows
-that cross ranks and the distillation all run on sharded rows; what is summed over ranks at the end is what a trainer
+The policy (torchtitan's layers on packed attention), its taps, the policy loss, the draft's unroll, the
+teaching rows that cross ranks and the distillation all run on sharded rows; what is summed over ranks at the
+end is what a trainer
 sums: losses and parameter gradients.
 """
 
@@ -40,7 +41,13 @@ def models(dtype: torch.dtype):
     from torchspec.policy.titan import build_policy
 
     config = PolicyConfig(
-        hidden_size=48, num_layers=3, num_heads=6, num_kv_heads=2, head_dim=8, intermediate_size=48, vocab_size=VOCAB
+        hidden_size=48,
+        num_layers=3,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=8,
+        intermediate_size=48,
+        vocab_size=VOCAB,
     )
     policy = build_policy(config, vocab_size=VOCAB, seed=1, device="cpu", dtype=dtype)
     draft = Eagle3Draft.build(DraftConfig(ttt_steps=3, tap_ids=(1, 2, 3)), policy.shape, seed=2, dtype=dtype)
@@ -61,11 +68,20 @@ def train_step(dtype: torch.dtype, layout: PackedZigzag, total=lambda x: x) -> d
     )
     counts = PolicyCounts(*policy_counts(whole.mask_T, whole.seq_ids_T).tolist())
     loss = policy_loss(
-        logp_T, logp_T, rows["engine_logp"], rows["advantage"], rows["mask"], layout.doc_ids_T, RLConfig(), counts
+        logp_T,
+        logp_T,
+        rows["engine_logp"],
+        rows["advantage"],
+        rows["mask"],
+        layout.doc_ids_T,
+        RLConfig(),
+        counts,
     ).loss
     loss.backward()
     student = draft([out.taps[i] for i in draft.tap_ids], out.taps[0], layout)
-    targets = draft.targets(out.hidden_TE.detach(), policy.head_weight, rows["tokens"], rows["response"], layout)
+    targets = draft.targets(
+        out.hidden_TE.detach(), policy.head_weight, rows["tokens"], rows["response"], layout
+    )
     draft_loss = draft.loss(student, targets, policy.head_weight, total(targets.counts_K)).loss
     draft_loss.backward()
     found = {"policy loss": total(loss.detach()), "draft loss": total(draft_loss.detach())}
@@ -83,7 +99,9 @@ def all_reduce(x: torch.Tensor) -> torch.Tensor:
 def step_on_ranks(mesh) -> dict:
     return {
         (transport, dtype): train_step(
-            dtype, PackedZigzag([p + r for p, r in LENGTHS], cp_mesh=mesh, trunk_transport=transport), all_reduce
+            dtype,
+            PackedZigzag([p + r for p, r in LENGTHS], cp_mesh=mesh, trunk_transport=transport),
+            all_reduce,
         )
         for transport in ("gather", "ring")
         for dtype in (torch.float64, torch.float32)

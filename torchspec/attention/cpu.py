@@ -2,12 +2,12 @@
 
 Legend: T query rows, S key rows, H query heads, G key/value heads, D head dim.
 
-``aten::_scaled_dot_product_flash_attention_for_cpu`` (read in torch 2.13) takes fp64/fp32/bf16/fp16, keeps grouped
-heads un-expanded, returns the log-sum-exp and accepts a *joint* (out, lse) in its backward.  Three traps shape this
-file: its causal mask is top-left, so a chunk that sees a prefix is split into a full rectangle and a causal square; an
-empty query or key range kills the process; and a row whose keys are all masked returns lse 0 instead of -inf, so
-tiles are cut such that every row of a tile sees a key.  Pieces of bf16 inputs are computed in fp32 and stay so until
-they are merged.
+``aten::_scaled_dot_product_flash_attention_for_cpu`` (read in torch 2.13) takes fp64/fp32/bf16/fp16, keeps
+grouped heads un-expanded, returns the log-sum-exp and accepts a *joint* (out, lse) in its backward.  Three
+traps shape this file: its causal mask is top-left, so a chunk that sees a prefix is split into a full
+rectangle and a causal square; an empty query or key range kills the process; and a row whose keys are all
+masked returns lse 0 instead of -inf, so tiles are cut such that every row of a tile sees a key.  Pieces of
+bf16 inputs are computed in fp32 and stay so until they are merged.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ WINDOW_BLOCK = 128
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows q0:q1 against keys k0:k1: ``causal`` square, or full, or an additive ``mask`` [q1-q0, k1-k0] (bool here)."""
+    """Rows q0:q1 against keys k0:k1: ``causal`` square, or full, or an additive ``mask`` [q1-q0, k1-k0] (bool
+    here).
+    """
 
     q0: int
     q1: int
@@ -59,7 +61,9 @@ def _window_tiles(s: Segment, window: int) -> list[Tile]:
 def tiles_of(view: TrunkView, q_rows: int, k_rows: int) -> list[Tile]:
     """Cuts the visible rectangle of every segment into tiles that the kernel can run."""
     tiles: list[Tile] = []
-    seen: set[int] = set()  # first query rows of the segments met so far: segments share all query rows or none
+    seen: set[int] = (
+        set()
+    )  # first query rows of the segments met so far: segments share all query rows or none
     windowed = 0 < view.window < view.max_seqlen
     for s in segments(view, q_rows, k_rows):
         if windowed:
@@ -90,7 +94,9 @@ def _additive(tile: Tile, dtype: torch.dtype) -> Tensor | None:
     return torch.zeros(tile.visible.shape, dtype=dtype).masked_fill_(~tile.visible, -torch.inf)
 
 
-def trunk_forward(q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, view: TrunkView, scale: float) -> tuple[Tensor, Tensor]:
+def trunk_forward(
+    q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, view: TrunkView, scale: float
+) -> tuple[Tensor, Tensor]:
     """Attention of the rows of ``view``: (out [T,H,D], lse [T,H]), both in the accumulation dtype.
 
     A row without a visible key (only possible for the shard of another rank) has out 0 and lse -inf.
@@ -102,8 +108,13 @@ def trunk_forward(q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, view: TrunkView, 
     for tile in tiles_of(view, q_THD.shape[0], k_SGD.shape[0]):
         rows, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
         o, lse = _forward(
-            _heads_first(q_THD[rows]), _heads_first(k_SGD[keys]), _heads_first(v_SGD[keys]), 0.0, tile.causal,
-            attn_mask=_additive(tile, dtype), scale=scale,
+            _heads_first(q_THD[rows]),
+            _heads_first(k_SGD[keys]),
+            _heads_first(v_SGD[keys]),
+            0.0,
+            tile.causal,
+            attn_mask=_additive(tile, dtype),
+            scale=scale,
         )
         o, lse = _rows_first(o), _rows_first(lse)
         if not tile.first:
@@ -130,9 +141,16 @@ def trunk_backward(
     for tile in tiles_of(view, q_THD.shape[0], k_SGD.shape[0]):
         rows, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
         dq, dk, dv = _backward(
-            _heads_first(do_THD[rows]), _heads_first(q_THD[rows]), _heads_first(k_SGD[keys]),
-            _heads_first(v_SGD[keys]), _heads_first(out_THD[rows]), _heads_first(lse_TH[rows]), 0.0, tile.causal,
-            attn_mask=_additive(tile, dtype), scale=scale,
+            _heads_first(do_THD[rows]),
+            _heads_first(q_THD[rows]),
+            _heads_first(k_SGD[keys]),
+            _heads_first(v_SGD[keys]),
+            _heads_first(out_THD[rows]),
+            _heads_first(lse_TH[rows]),
+            0.0,
+            tile.causal,
+            attn_mask=_additive(tile, dtype),
+            scale=scale,
         )
         dq_THD[rows] += _rows_first(dq)
         dk_SGD[keys] += _rows_first(dk)

@@ -1,12 +1,12 @@
-"""Trunk attention on CUDA: PyTorch's varlen flash ops.  Written from their schemas (torch 2.13); it has NOT been run:
-the machine it was written on has no GPU.  ``tests/attention`` runs it wherever there is one.
+"""Trunk attention on CUDA: PyTorch's varlen flash ops.  Written from their schemas (torch 2.13); it has NOT
+been run: the machine it was written on has no GPU.  ``tests/attention`` runs it wherever there is one.
 
 Legend: T query rows, S key rows, H query heads, G key/value heads, D head dim, n rows of a chunk.
 
-A call is a set of sequences (query rows, key rows) with bottom-right causal or no mask.  Everything is derived from
-``cu_seqlens`` on the device; the host only knows ``max_seqlen``, so nothing here waits for the GPU.  The prefix of each
-document is not contiguous over documents; it is named without a copy by two sequences per document,
-(queries, prefix) and (no query, rest): cu_k = [0, p0, L0, L0 + p1, ...].
+A call is a set of sequences (query rows, key rows) with bottom-right causal or no mask.  Everything is
+derived from ``cu_seqlens`` on the device; the host only knows ``max_seqlen``, so nothing here waits for the
+GPU.  The prefix of each document is not contiguous over documents; it is named without a copy by two
+sequences per document, (queries, prefix) and (no query, rest): cu_k = [0, p0, L0, L0 + p1, ...].
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Call:
     max_k: int
     causal: bool
     k_seen: Tensor | None
-    """bool [S]: keys that some query sees; gradients of the others are set to zero here, whatever the kernel wrote."""
+    """bool [S]: keys that some query sees; gradients of the others are set to zero here."""
 
 
 def _interleave(a: Tensor, b: Tensor) -> Tensor:
@@ -71,24 +71,45 @@ def calls_of(view: TrunkView, q_rows: int, k_rows: int) -> list[Call]:
         for half, chunk in enumerate(chunks_of(view.q_rank, size)):
             prefix = n * (chunk + 1)
             seen = inside < prefix[document]
-            calls.append(Call(_half_rows(n, half, q_rows // 2), _interleave(n, zero),
-                              _interleave(prefix, n * (2 * size) - prefix), max_n, (2 * size) * max_n, True, seen))
+            calls.append(
+                Call(
+                    _half_rows(n, half, q_rows // 2),
+                    _interleave(n, zero),
+                    _interleave(prefix, n * (2 * size) - prefix),
+                    max_n,
+                    (2 * size) * max_n,
+                    True,
+                    seen,
+                )
+            )
         return calls
     if view.window:
-        raise ValueError("A sliding window needs the gather transport on CUDA; set trunk_transport to gather.")
+        raise ValueError(
+            "A sliding window needs the gather transport on CUDA; set trunk_transport to gather."
+        )
     if view.k_rank == view.q_rank:
         return [Call(None, 2 * cu_n, 2 * cu_n, 2 * max_n, 2 * max_n, True, None)]
     if view.k_rank < view.q_rank:  # both chunks see the arriving front chunk
         document, inside = _row_in_document(k_rows, 2 * cu_n)
-        return [Call(None, _interleave(2 * n, zero), _interleave(n, n), 2 * max_n, max_n, False, inside < n[document])]
+        return [
+            Call(
+                None,
+                _interleave(2 * n, zero),
+                _interleave(n, n),
+                2 * max_n,
+                max_n,
+                False,
+                inside < n[document],
+            )
+        ]
     return [Call(_half_rows(n, 1, q_rows // 2), cu_n, 2 * cu_n, max_n, 2 * max_n, False, None)]
 
 
 def _check(q_THD: Tensor) -> None:
     if q_THD.dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(
-            f"Flash attention on CUDA serves bfloat16 and float16, not {q_THD.dtype}; set train.compute_dtype to "
-            "bfloat16, or run on the CPU, whose kernel serves fp32 and fp64 too."
+            f"Flash attention on CUDA serves bfloat16 and float16, not {q_THD.dtype}; set "
+            "train.compute_dtype to bfloat16, or run on the CPU, whose kernel serves fp32 and fp64 too."
         )
 
 
@@ -96,7 +117,8 @@ def _check_rows(view: TrunkView, q_rows: int) -> None:
     """A device-side assertion that cu_seqlens describe these rows; the host does not wait for it."""
     torch._assert_async(
         view.cu_seqlens[-1] == q_rows * view.cp_size,
-        f"cu_seqlens do not end at the {q_rows * view.cp_size} rows that q and its {view.cp_size} rank(s) have.",
+        f"cu_seqlens do not end at the {q_rows * view.cp_size} rows that q and its {view.cp_size} rank(s) "
+        "have.",
     )
 
 
@@ -111,8 +133,15 @@ def _unseen_to_minus_inf(lse_HT: Tensor) -> Tensor:
     return torch.where(lse_HT == torch.inf, -torch.inf, lse_HT)
 
 
-def trunk_forward(q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, view: TrunkView, scale: float) -> tuple[Tensor, Tensor]:
-    """See ``torchspec.attention.cpu.trunk_forward``; pieces are rounded to q's dtype by the kernel before the merge."""
+def _picked(x_T: Tensor, call: Call) -> Tensor:
+    """The query rows of ``call``, contiguous."""
+    return (x_T if call.q_rows is None else x_T.index_select(0, call.q_rows)).contiguous()
+
+
+def trunk_forward(
+    q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, view: TrunkView, scale: float
+) -> tuple[Tensor, Tensor]:
+    """See ``torchspec.attention.cpu.trunk_forward``; here the kernel rounds pieces to q's dtype."""
     _check(q_THD)
     _check_rows(view, q_THD.shape[0])
     dtype = accumulation_dtype(q_THD.dtype)
@@ -153,10 +182,22 @@ def trunk_backward(
     do_THD, out_THD = do_THD.to(q_THD.dtype), out_THD.to(q_THD.dtype)
     calls = calls_of(view, q_THD.shape[0], k_SGD.shape[0])
     for c in calls:
-        pick = lambda x: (x if c.q_rows is None else x.index_select(0, c.q_rows)).contiguous()  # noqa: B023, E731
         dq, dk, dv = _backward(
-            pick(do_THD), pick(q_THD), k_SGD, v_SGD, pick(out_THD), pick(lse_TH).transpose(0, 1).contiguous(),
-            c.cu_q, c.cu_k, c.max_q, c.max_k, 0.0, c.causal, state, unused, **_options(view, scale),
+            _picked(do_THD, c),
+            _picked(q_THD, c),
+            k_SGD,
+            v_SGD,
+            _picked(out_THD, c),
+            _picked(lse_TH, c).transpose(0, 1).contiguous(),
+            c.cu_q,
+            c.cu_k,
+            c.max_q,
+            c.max_k,
+            0.0,
+            c.causal,
+            state,
+            unused,
+            **_options(view, scale),
         )
         if len(calls) == 1 and c.q_rows is None and c.k_seen is None:
             return dq, dk, dv

@@ -2,8 +2,8 @@
 
 Legend: T rows, H query heads, G key/value heads, R = H / G query heads of one group, D head dim.
 
-Everything here is plain tensor arithmetic in the accumulation dtype (fp32, or fp64 for fp64 inputs): it runs on every
-device, traces under ``torch.compile`` and costs O(T H D) per branch, nothing against the trunk.
+Everything here is plain tensor arithmetic in the accumulation dtype (fp32, or fp64 for fp64 inputs): it runs
+on every device, traces under ``torch.compile`` and costs O(T H D) per branch, nothing against the trunk.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def branch_forward(
 ) -> tuple[Tensor, Tensor]:
     """Adds the branch keys of each row to the trunk's softmax.
 
-    Args: q [T,H,D]; out and lse of the trunk in the accumulation dtype; kb, vb: branch keys and values, each [T,G,D].
-    Returns the joint (out, lse) in the accumulation dtype.
+    Args: q [T,H,D]; out and lse of the trunk in the accumulation dtype; kb, vb: branch keys and values, each
+    [T,G,D]. Returns the joint (out, lse) in the accumulation dtype.
     """
     if not kb:
         return out_THD, lse_TH
@@ -73,9 +73,9 @@ def branch_backward(
 ) -> tuple[Tensor | None, list[Tensor], list[Tensor]]:
     """Gradients of the branch part by hand, from the joint (out, lse).
 
-    p_i = exp(s_i - lse); delta = do . out - dlse; dv_i = p_i do; ds_i = p_i (do . v_i - delta) scale; dq += ds_i k_i;
-    dk_i = ds_i q.  dk_i and dv_i are summed over the query heads of their group.  Returns (dq or None without a
-    branch, dkb, dvb), all in the accumulation dtype.
+    p_i = exp(s_i - lse); delta = do . out - dlse; dv_i = p_i do; ds_i = p_i (do . v_i - delta) scale; dq +=
+    ds_i k_i; dk_i = ds_i q.  dk_i and dv_i are summed over the query heads of their group.  Returns (dq or
+    None without a branch, dkb, dvb), all in the accumulation dtype.
     """
     if not kb:
         return None, [], []

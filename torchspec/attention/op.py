@@ -1,10 +1,10 @@
 """``torchspec::branch_attention``: packed causal attention plus, per row, the keys of earlier unroll passes.
 
-Legend: T rows, S key rows (= T on one rank), H query heads, G key/value heads (H a multiple of G), D head dim,
-K passes, C context-parallel size.
+Legend: T rows, S key rows (= T on one rank), H query heads, G key/value heads (H a multiple of G), D head
+dim, K passes, C context-parallel size.
 
-A query sees the trunk's keys of its document up to itself and, in pass k, the k branch keys of its own row.  For a
-document of 3 tokens in pass 2::
+A query sees the trunk's keys of its document up to itself and, in pass k, the k branch keys of its own row.
+For a document of 3 tokens in pass 2::
 
          trunk   pass 1  pass 2
        a b c     a b c   a b c
@@ -13,8 +13,9 @@ document of 3 tokens in pass 2::
     c  1 1 1     0 0 1   0 0 1
 
 One softmax spans both parts: with the trunk's (o_t, lse_t) and branch scores s_i the joint lse is
-logsumexp(lse_t, s_1..s_k) and out = e^(lse_t - lse) o_t + sum_i e^(s_i - lse) v_i.  The backward of the trunk's kernel,
-called with the joint (out, lse), is exact.  With no branch the op is ordinary packed causal attention.
+logsumexp(lse_t, s_1..s_k) and out = e^(lse_t - lse) o_t + sum_i e^(s_i - lse) v_i.  The backward of the
+trunk's kernel, called with the joint (out, lse), is exact.  With no branch the op is ordinary packed causal
+attention.
 
 The op saves references to its inputs and one (out, lse) per call, so the memory of K passes is linear in K.
 The DTensor handlers that make it context parallel live in ``torchspec.context_parallel.dispatch``.
@@ -30,14 +31,16 @@ from torchspec.attention.merge import accumulation_dtype, branch_backward, branc
 from torchspec.attention.view import TrunkView
 
 _COMMON = (
-    "Tensor cu_seqlens, SymInt max_seqlen, float scale, SymInt window, int cp_size, int cp_rank, str transport"
+    "Tensor cu_seqlens, SymInt max_seqlen, float scale, SymInt window, int cp_size, int cp_rank, "
+    "str transport"
 )
 _FORWARD_SCHEMA = (
-    f"(Tensor q, Tensor k0, Tensor v0, Tensor[] kb, Tensor[] vb, Tensor[] carriers, {_COMMON}) -> (Tensor, Tensor)"
+    "(Tensor q, Tensor k0, Tensor v0, Tensor[] kb, Tensor[] vb, Tensor[] carriers, "
+    f"{_COMMON}) -> (Tensor, Tensor)"
 )
 _BACKWARD_SCHEMA = (
-    "(Tensor do, Tensor? dlse, Tensor q, Tensor k0, Tensor v0, Tensor[] kb, Tensor[] vb, Tensor out, Tensor lse, "
-    f"bool wide, {_COMMON}) -> (Tensor, Tensor, Tensor, Tensor[], Tensor[])"
+    "(Tensor do, Tensor? dlse, Tensor q, Tensor k0, Tensor v0, Tensor[] kb, Tensor[] vb, Tensor out, "
+    f"Tensor lse, bool wide, {_COMMON}) -> (Tensor, Tensor, Tensor, Tensor[], Tensor[])"
 )
 
 
@@ -47,9 +50,9 @@ def branch_attention_op(
 ):
     """The op itself, on local tensors; ``branch_attention`` below is what models call.
 
-    ``cp_size``/``cp_rank`` other than 1/0: q, kb, vb are that rank's rows, k0, v0 are whole documents.  ``carriers``
-    is empty, or fp32 (fp64) tensors shaped like [k0, v0, *kb, *vb] that receive those gradients instead, unrounded.
-    ``transport`` is read by the DTensor handler only.
+    ``cp_size``/``cp_rank`` other than 1/0: q, kb, vb are that rank's rows, k0, v0 are whole documents.
+    ``carriers`` is empty, or fp32 (fp64) tensors shaped like [k0, v0, *kb, *vb] that receive those gradients
+    instead, unrounded. ``transport`` is read by the DTensor handler only.
     """
     view = TrunkView(cu_seqlens, max_seqlen, window, cp_size, cp_rank)
     out, lse = kernel_for(q).trunk_forward(q, k0, v0, view, scale)
@@ -65,8 +68,8 @@ def _(q, k0, v0, kb, vb, carriers, cu_seqlens, max_seqlen, scale, window, cp_siz
 def augment_for_lse_gradient(do, dlse, q, k0, v0, out):
     """Widens the head dim by 8 so that a plain flash backward also propagates the gradient of lse.
 
-    d lse / d s_j = p_j, so ds_j = p_j (do . v_j + dlse - do . out): a column of ones in v against dlse in do, and 0 in
-    out, does that exactly.  8 columns, because CUDA kernels want head dims in multiples of 8.
+    d lse / d s_j = p_j, so ds_j = p_j (do . v_j + dlse - do . out): a column of ones in v against dlse in do,
+    and 0 in out, does that exactly.  8 columns, because CUDA kernels want head dims in multiples of 8.
     """
     columns = torch.zeros(8, dtype=q.dtype, device=q.device)
     one = columns.clone()
@@ -85,9 +88,25 @@ def augment_for_lse_gradient(do, dlse, q, k0, v0, out):
 
 @torch.library.custom_op("torchspec::branch_attention_backward", mutates_args=(), schema=_BACKWARD_SCHEMA)
 def branch_attention_backward_op(
-    do, dlse, q, k0, v0, kb, vb, out, lse, wide, cu_seqlens, max_seqlen, scale, window, cp_size, cp_rank, transport
+    do,
+    dlse,
+    q,
+    k0,
+    v0,
+    kb,
+    vb,
+    out,
+    lse,
+    wide,
+    cu_seqlens,
+    max_seqlen,
+    scale,
+    window,
+    cp_size,
+    cp_rank,
+    transport,
 ):
-    """(dq, dk0, dv0, dkb, dvb) from the joint (out, lse); if ``wide``, all but dq in the accumulation dtype."""
+    """(dq, dk0, dv0, dkb, dvb) from the joint (out, lse); ``wide``: all but dq in fp32 (fp64)."""
     view = TrunkView(cu_seqlens, max_seqlen, window, cp_size, cp_rank)
     do, dim = do.contiguous(), q.shape[-1]
     dq_branch, dkb, dvb = branch_backward(do, dlse, q, out, lse, kb, vb, scale)
@@ -99,12 +118,34 @@ def branch_attention_backward_op(
         dq = dq.to(dq_branch.dtype) + dq_branch
     dtype = accumulation_dtype(q.dtype) if wide else q.dtype
     finish = lambda x: x.to(dtype).contiguous()  # noqa: E731
-    return dq.to(q.dtype).contiguous(), finish(dk0), finish(dv0), [finish(x) for x in dkb], [finish(x) for x in dvb]
+    return (
+        dq.to(q.dtype).contiguous(),
+        finish(dk0),
+        finish(dv0),
+        [finish(x) for x in dkb],
+        [finish(x) for x in dvb],
+    )
 
 
 @branch_attention_backward_op.register_fake
 def _(
-    do, dlse, q, k0, v0, kb, vb, out, lse, wide, cu_seqlens, max_seqlen, scale, window, cp_size, cp_rank, transport
+    do,
+    dlse,
+    q,
+    k0,
+    v0,
+    kb,
+    vb,
+    out,
+    lse,
+    wide,
+    cu_seqlens,
+    max_seqlen,
+    scale,
+    window,
+    cp_size,
+    cp_rank,
+    transport,
 ):
     dtype = accumulation_dtype(q.dtype) if wide else q.dtype
     like = lambda x: x.new_empty(x.shape, dtype=dtype)  # noqa: E731
@@ -143,7 +184,8 @@ def check_arguments(q_THD, k0_SGD, v0_SGD, kb, vb) -> None:
     """Refuses shapes and dtypes that no kernel can serve, in a sentence."""
     if q_THD.dim() != 3 or k0_SGD.dim() != 3:
         raise ValueError(
-            f"branch_attention wants q [T, H, D] and k0 [S, G, D]; got {tuple(q_THD.shape)} and {tuple(k0_SGD.shape)}."
+            f"branch_attention wants q [T, H, D] and k0 [S, G, D]; got {tuple(q_THD.shape)} and "
+            f"{tuple(k0_SGD.shape)}."
         )
     if k0_SGD.shape != v0_SGD.shape or q_THD.shape[2] != k0_SGD.shape[2]:
         raise ValueError(
@@ -184,14 +226,18 @@ def branch_attention(
 
     Args:
         q_THD, k0_TGD, v0_TGD: one dtype; on CPU fp64/fp32/bf16/fp16, on CUDA bf16/fp16.
-        kb, vb: branch keys and values of passes 1..k, each [T, G, D]; empty lists give packed causal attention.
-        cu_seqlens: int32 [documents + 1], the documents' borders (``PackedZigzag.cu_seqlens``), a plain tensor.
-        max_seqlen: the longest document; scale: factor of the scores; window: visible trunk keys incl. self, 0 = all.
-        carriers: see ``torchspec.context_parallel.trunk``, which passes them; transport: how the trunk travels
-            between context-parallel ranks when the tensors are DTensors, "gather", "ring" or "gathered".
+        kb, vb: branch keys and values of passes 1..k, each [T, G, D]; empty lists give packed causal
+            attention.
+        cu_seqlens: int32 [documents + 1], the documents' borders (``PackedZigzag.cu_seqlens``), a plain
+            tensor.
+        max_seqlen: the longest document; scale: factor of the scores; window: visible trunk keys incl. self,
+            0 = all.
+        carriers: see ``torchspec.context_parallel.trunk``, which passes them; transport: how the trunk
+            travels between context-parallel ranks when the tensors are DTensors, "gather", "ring" or
+            "gathered".
 
-    Plain tensors are whole packs on one rank.  DTensors sharded by rows over a context-parallel mesh go to the handler
-    of ``torchspec.context_parallel.dispatch``; models use ``Trunk`` and ``packed_attention`` of
+    Plain tensors are whole packs on one rank.  DTensors sharded by rows over a context-parallel mesh go to
+    the handler of ``torchspec.context_parallel.dispatch``; models use ``Trunk`` and ``packed_attention`` of
     ``torchspec.context_parallel.trunk``, which take this rank's plain rows and serve any number of ranks.
 
     Returns (out [T,H,D] in q's dtype, lse [T,H] fp32 or fp64); both are differentiable.

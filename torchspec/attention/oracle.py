@@ -2,8 +2,8 @@
 
 Legend: T rows of the pack, H query heads, G key/value heads, D head dim.
 
-The mask of two documents of 3 and 2 tokens in pass k = 2 (rows: queries; columns: trunk keys of all rows, then for
-each branch pass the keys of all rows)::
+The mask of two documents of 3 and 2 tokens in pass k = 2 (rows: queries; columns: trunk keys of all rows,
+then for each branch pass the keys of all rows)::
 
          trunk        pass 1       pass 2
        a b c d e    a b c d e    a b c d e
@@ -21,7 +21,7 @@ from torch import Tensor
 
 
 def dense_mask(cu_seqlens: Tensor, num_branches: int, window: int = 0) -> Tensor:
-    """bool [T, T * (1 + num_branches)]: the picture above; ``window`` counts the visible trunk keys incl. self."""
+    """bool [T, T * (1 + num_branches)]: the picture above; ``window`` counts trunk keys incl. self."""
     cu = cu_seqlens.tolist()
     row = torch.arange(cu[-1])
     document = torch.bucketize(row, torch.tensor(cu[1:]), right=True)
@@ -43,7 +43,7 @@ def dense_branch_attention(
     scale: float,
     window: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Same arguments and results as ``branch_attention``, in the dtype of q, O(T^2) memory; ``max_seqlen`` unused."""
+    """Same arguments and results as ``branch_attention``, in q's dtype; ``max_seqlen`` is unused."""
     repeats = q_THD.shape[1] // k0_TGD.shape[1]
     k_SHD = torch.cat([k0_TGD, *kb]).repeat_interleave(repeats, dim=1)
     v_SHD = torch.cat([v0_TGD, *vb]).repeat_interleave(repeats, dim=1)

@@ -2,8 +2,9 @@
 
 Legend: T query rows, S key rows, H query heads, G key/value heads, D head dim.
 
-A ring meets the keys shard by shard.  ``torchspec::trunk_piece`` gives the softmax over one shard, to be merged with
-the others (``merge``); its backward takes the *joint* (out, lse) and returns that shard's part of every gradient.
+A ring meets the keys shard by shard.  ``torchspec::trunk_piece`` gives the softmax over one shard, to be
+merged with the others (``merge``); its backward takes the *joint* (out, lse) and returns that shard's part of
+every gradient.
 """
 
 from __future__ import annotations
@@ -14,14 +15,18 @@ from torchspec.attention.kernels import kernel_for
 from torchspec.attention.merge import accumulation_dtype
 from torchspec.attention.view import TrunkView
 
-_VIEW = "Tensor cu_seqlens, SymInt max_seqlen, float scale, SymInt window, int cp_size, int q_rank, int k_rank"
+_VIEW = (
+    "Tensor cu_seqlens, SymInt max_seqlen, float scale, SymInt window, int cp_size, int q_rank, int k_rank"
+)
 
 
 @torch.library.custom_op(
-    "torchspec::trunk_piece", mutates_args=(), schema=f"(Tensor q, Tensor k, Tensor v, {_VIEW}) -> (Tensor, Tensor)"
+    "torchspec::trunk_piece",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {_VIEW}) -> (Tensor, Tensor)",
 )
 def trunk_piece(q, k, v, cu_seqlens, max_seqlen, scale, window, cp_size, q_rank, k_rank):
-    """Rows of ``q_rank`` against the rows of ``k_rank``: (out, lse) in the accumulation dtype, lse -inf without a key."""
+    """Rows of ``q_rank`` against those of ``k_rank``: (out, lse) in fp32 (fp64), lse -inf without a key."""
     view = TrunkView(cu_seqlens, max_seqlen, window, cp_size, q_rank, k_rank)
     out, lse = kernel_for(q).trunk_forward(q, k, v, view, scale)
     return out.contiguous(), lse.contiguous()
@@ -36,9 +41,12 @@ def _(q, k, v, cu_seqlens, max_seqlen, scale, window, cp_size, q_rank, k_rank):
 @torch.library.custom_op(
     "torchspec::trunk_piece_backward",
     mutates_args=(),
-    schema=f"(Tensor do, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_VIEW}) -> (Tensor, Tensor, Tensor)",
+    schema=f"(Tensor do, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_VIEW})"
+    " -> (Tensor, Tensor, Tensor)",
 )
-def trunk_piece_backward(do, q, k, v, out, lse, cu_seqlens, max_seqlen, scale, window, cp_size, q_rank, k_rank):
+def trunk_piece_backward(
+    do, q, k, v, out, lse, cu_seqlens, max_seqlen, scale, window, cp_size, q_rank, k_rank
+):
     """(dq, dk, dv) of that piece from the joint (out, lse), in the accumulation dtype."""
     view = TrunkView(cu_seqlens, max_seqlen, window, cp_size, q_rank, k_rank)
     grads = kernel_for(q).trunk_backward(do.contiguous(), q, k, v, out, lse, view, scale)

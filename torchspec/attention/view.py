@@ -2,9 +2,10 @@
 
 Legend: T rows, C context-parallel size, n = document length / 2C rows of a chunk.
 
-With C ranks every document is cut into 2C chunks of n rows and rank r holds chunks r and 2C-1-r, one after the other.
-A kernel is told this by four integers and ``cu_seqlens`` (the documents' borders in the *whole* pack), so that a CPU
-kernel may loop over segments and a CUDA kernel may derive everything on the device without asking the host.
+With C ranks every document is cut into 2C chunks of n rows and rank r holds chunks r and 2C-1-r, one after
+the other. A kernel is told this by four integers and ``cu_seqlens`` (the documents' borders in the *whole*
+pack), so that a CPU kernel may loop over segments and a CUDA kernel may derive everything on the device
+without asking the host.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ FULL = -1
 class TrunkView:
     """Queries and keys of one call of a kernel.
 
-    ``cu_seqlens`` int32 [documents + 1] counts rows of the whole pack; ``max_seqlen`` is its longest document.
-    Queries are the rows of rank ``q_rank`` out of ``cp_size``; keys are whole documents (``k_rank = FULL``) or the
-    rows of rank ``k_rank``.  A key is visible when it lies in the query's document at a position not after the
-    query's, and, with ``window > 0``, fewer than ``window`` positions before it.
+    ``cu_seqlens`` int32 [documents + 1] counts rows of the whole pack; ``max_seqlen`` is its longest
+    document. Queries are the rows of rank ``q_rank`` out of ``cp_size``; keys are whole documents (``k_rank =
+    FULL``) or the rows of rank ``k_rank``.  A key is visible when it lies in the query's document at a
+    position not after the query's, and, with ``window > 0``, fewer than ``window`` positions before it.
     """
 
     cu_seqlens: Tensor
@@ -54,17 +55,18 @@ def chunks_of(rank: int, cp_size: int) -> tuple[int, int]:
 
 
 def segments(view: TrunkView, q_rows: int, k_rows: int) -> list[Segment]:
-    """The pairs of row ranges of ``view`` in which at least one key may be visible (host side: reads cu_seqlens).
+    """The pairs of row ranges of ``view`` in which at least one key may be visible (host side: reads
+    cu_seqlens).
 
-    ``q_rows``, ``k_rows`` are the rows of the tensors; a ValueError says when cu_seqlens does not describe them.
+    ``q_rows``, ``k_rows`` are the rows of the tensors; ValueError when cu_seqlens does not describe them.
     """
     cu = view.cu_seqlens.tolist()
     size = view.cp_size
     held = cu[-1] if view.k_rank == FULL else cu[-1] // size
     if (q_rows, k_rows) != (cu[-1] // size, held):
         raise ValueError(
-            f"cu_seqlens end at row {cu[-1]}, which over {size} context-parallel rank(s) makes {cu[-1] // size} query "
-            f"and {held} key rows; got {q_rows} and {k_rows}."
+            f"cu_seqlens end at row {cu[-1]}, which over {size} context-parallel rank(s) makes "
+            f"{cu[-1] // size} query and {held} key rows; got {q_rows} and {k_rows}."
         )
     found = []
     for start, end in zip(cu[:-1], cu[1:]):
@@ -76,8 +78,8 @@ def segments(view: TrunkView, q_rows: int, k_rows: int) -> list[Segment]:
             continue
         if length % (2 * size):
             raise ValueError(
-                f"A document of {length} rows cannot be cut into {2 * size} equal chunks for {size} context-parallel "
-                "ranks; pad it with PackedZigzag."
+                f"A document of {length} rows cannot be cut into {2 * size} equal chunks for {size} "
+                "context-parallel ranks; pad it with PackedZigzag."
             )
         n = length // (2 * size)
         local = start // size

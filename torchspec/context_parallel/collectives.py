@@ -1,7 +1,8 @@
-"""The collectives of context parallelism: the only file that names PyTorch's functional collective ops (read: 2.13).
+"""The collectives of context parallelism: the only file that names PyTorch's functional collective ops (read:
+2.13).
 
-Functional ops trace under ``torch.compile`` and start at once; ``wait`` is called where the result is first needed, so
-whatever is computed in between overlaps with the wire.  ``group`` is a process group's name.
+Functional ops trace under ``torch.compile`` and start at once; ``wait`` is called where the result is first
+needed, so whatever is computed in between overlaps with the wire.  ``group`` is a process group's name.
 """
 
 from __future__ import annotations

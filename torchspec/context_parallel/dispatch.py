@@ -1,15 +1,17 @@
-"""DTensor handlers of ``torchspec::branch_attention`` and its backward: context parallelism without touching a model.
+"""DTensor handlers of ``torchspec::branch_attention``: context parallelism without touching a model.
 
-Legend: T rows of this rank, S rows of the pack, H query heads, G key/value heads, D head dim, C ranks of the cp mesh.
+Legend: T rows of this rank, S rows of the pack, H query heads, G key/value heads, D head dim, C ranks of
+the cp mesh.
 
-Handlers are registered, at import, in the table of DTensor's dispatcher that PyTorch's own context parallel uses for
-SDPA; this is the only file that names it (``_custom_op_handlers``, read in torch 2.13; a test fails when it moves).
-They run below autograd and, under ``torch.compile``, are traced.
+Handlers are registered, at import, in the table of DTensor's dispatcher that PyTorch's own context parallel
+uses for SDPA; this is the only file that names it (``_custom_op_handlers``, read in torch 2.13; a test fails
+when it moves). They run below autograd and, under ``torch.compile``, are traced.
 
-Placements.  Rows are sharded over the context-parallel mesh dimension (the only one, or the one named ``cp``), in the
-order of ``PackedZigzag``; over other dimensions all tensors are replicated or all sharded by heads (tensor parallel).
-Another placement of a row-sharded tensor or gradient is redistributed.  With ``transport = "gathered"`` k0 and v0 are
-replicated whole documents in document order, as ``Trunk`` makes them, and their gradients come back as Partial.
+Placements.  Rows are sharded over the context-parallel mesh dimension (the only one, or the one named
+``cp``), in the order of ``PackedZigzag``; over other dimensions all tensors are replicated or all sharded by
+heads (tensor parallel). Another placement of a row-sharded tensor or gradient is redistributed.  With
+``transport = "gathered"`` k0 and v0 are replicated whole documents in document order, as ``Trunk`` makes
+them, and their gradients come back as Partial.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from torchspec.context_parallel.transport import (
 
 @dataclass(frozen=True)
 class Place:
-    """Where the tensors of one call live: mesh, its context-parallel dimension, and the placements of sharded rows."""
+    """Where the tensors of a call live: mesh, its context-parallel dimension, placements of sharded rows."""
 
     mesh: DeviceMesh
     dim: int
@@ -45,7 +47,11 @@ class Place:
 
     def local_rows(self, x: DTensor) -> Tensor:
         """This rank's rows; a tensor that is placed otherwise is redistributed first."""
-        return x._local_tensor if x.placements == self.rows else x.redistribute(placements=self.rows)._local_tensor
+        return (
+            x._local_tensor
+            if x.placements == self.rows
+            else x.redistribute(placements=self.rows)._local_tensor
+        )
 
     def wrap(self, x: Tensor, cp: Placement | None = None) -> DTensor:
         placements = self.rows if cp is None else self.placements(cp)
@@ -66,8 +72,8 @@ def place_of(q, k0, others: list) -> Place:
     plain = sum(not isinstance(x, DTensor) for x in tensors)
     if plain:
         raise ValueError(
-            f"branch_attention got {plain} plain tensor(s) among DTensors; a plain tensor does not say which rows it "
-            "holds. Wrap it with DTensor.from_local, or use Trunk / packed_attention, which do."
+            f"branch_attention got {plain} plain tensor(s) among DTensors; a plain tensor does not say "
+            "which rows it holds. Wrap it with DTensor.from_local, or use Trunk / packed_attention, which do."
         )
     mesh = q.device_mesh
     if any(x.device_mesh != mesh for x in tensors):
@@ -80,18 +86,19 @@ def place_of(q, k0, others: list) -> Place:
             continue
         if placement != Shard(1):
             raise ValueError(
-                f"branch_attention serves tensors that are replicated or sharded by heads beside context parallel; "
-                f"q is {placement} over mesh dimension {other}."
+                f"branch_attention serves tensors that are replicated or sharded by heads beside "
+                f"context parallel; q is {placement} over mesh dimension {other}."
             )
         if q.shape[1] % mesh.size(other) or k0.shape[1] % mesh.size(other):
             raise ValueError(
-                f"{q.shape[1]} query and {k0.shape[1]} key/value heads cannot be split over {mesh.size(other)} "
-                "tensor-parallel ranks; choose a degree that divides both."
+                f"{q.shape[1]} query and {k0.shape[1]} key/value heads cannot be split over "
+                f"{mesh.size(other)} tensor-parallel ranks; choose a degree that divides both."
             )
     size = mesh.size(dim)
     if q.shape[0] % size:
         raise ValueError(
-            f"{q.shape[0]} rows cannot be dealt out equally to {size} context-parallel ranks; pad them with PackedZigzag."
+            f"{q.shape[0]} rows cannot be dealt out equally to {size} context-parallel ranks; pad them with "
+            "PackedZigzag."
         )
     ring = Ring(size, mesh.get_local_rank(dim), mesh.get_group(dim).group_name)
     return Place(mesh, dim, tuple(rows), ring)
@@ -114,12 +121,13 @@ def _check_transport(transport: str) -> None:
 
 
 def _check_documents(cu_seqlens: Tensor, rows: int, size: int) -> None:
-    """Raises RuntimeError when the documents are not the mesh's rows cut into 2C chunks; on CUDA it does not wait."""
+    """RuntimeError when the documents are not the mesh's rows in 2C chunks; on CUDA it does not wait."""
     fits = (cu_seqlens[-1] == rows) & (torch.diff(cu_seqlens) % (2 * size) == 0).all()
     torch._assert_async(
         fits,
-        f"cu_seqlens must end at the mesh's {rows} rows with every document padded to a multiple of {2 * size}, so that "
-        f"{size} context-parallel ranks can hold two equal chunks of each; use the cu_seqlens of PackedZigzag.",
+        f"cu_seqlens must end at the mesh's {rows} rows with every document padded to a multiple of "
+        f"{2 * size}, so that {size} context-parallel ranks can hold two equal chunks of each; use the "
+        "cu_seqlens of PackedZigzag.",
     )
 
 
@@ -146,7 +154,25 @@ def _forward_handler(op_call, args, kwargs):
 
 
 def _backward_handler(op_call, args, kwargs):
-    (do, dlse, q, k0, v0, kb, vb, out, lse, wide, cu_seqlens, max_seqlen, scale, window, _size, _rank, transport) = args
+    (
+        do,
+        dlse,
+        q,
+        k0,
+        v0,
+        kb,
+        vb,
+        out,
+        lse,
+        wide,
+        cu_seqlens,
+        max_seqlen,
+        scale,
+        window,
+        _size,
+        _rank,
+        transport,
+    ) = args
     _check_transport(transport)
     place = place_of(q, k0, [v0, *kb, *vb, do, out, lse, *([] if dlse is None else [dlse])])
     ring, cu_seqlens, dtype = place.ring, _local(cu_seqlens), q.dtype
@@ -174,8 +200,11 @@ def _backward_handler(op_call, args, kwargs):
     dq, dk0, dv0, dkb, dvb = grads
     finish = lambda x, cp=None: place.wrap(x if wide else x.to(dtype), cp)  # noqa: E731
     return (
-        place.wrap(dq.to(dtype)), finish(dk0, trunk), finish(dv0, trunk),
-        [finish(x) for x in dkb], [finish(x) for x in dvb],
+        place.wrap(dq.to(dtype)),
+        finish(dk0, trunk),
+        finish(dv0, trunk),
+        [finish(x) for x in dkb],
+        [finish(x) for x in dvb],
     )
 
 
@@ -186,7 +215,9 @@ HANDLERS = {
 
 
 def register() -> None:
-    """Puts the handlers into DTensor's table; repeated calls do no harm (PyTorch's CP may have replaced the table)."""
+    """Puts the handlers into DTensor's table; repeated calls do no harm (PyTorch's CP may have replaced the
+    table).
+    """
     DTensor._op_dispatcher._custom_op_handlers.update(HANDLERS)
 
 

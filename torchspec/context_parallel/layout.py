@@ -2,9 +2,9 @@
 
 Legend: T rows of this rank, C context-parallel size (``cp_size``), n = padded length of a document / 2C.
 
-With C = 1 a pack is the documents' tokens, nothing else.  With C > 1 every document is padded to a multiple of 2C and
-cut into 2C chunks of n rows; rank r holds chunks r and 2C-1-r of *every* document.  Two documents of 7 and 3 tokens,
-C = 2 (digits: position in the document, ``-``: padding)::
+With C = 1 a pack is the documents' tokens, nothing else.  With C > 1 every document is padded to a multiple
+of 2C and cut into 2C chunks of n rows; rank r holds chunks r and 2C-1-r of *every* document.  Two documents
+of 7 and 3 tokens, C = 2 (digits: position in the document, ``-``: padding)::
 
     pack    0 1 2 3 4 5 6 -   0 1 2 -
     rank 0  0 1 . . . . 6 -   0 . . -
@@ -42,8 +42,8 @@ class PackedZigzag:
         num_tokens: rows that this rank holds (T); num_tokens_global: padded rows of the pack.
         cu_seqlens: int32 [documents + 1], borders of the padded documents in the whole pack.
         max_seqlen: the longest padded document.
-        positions_T, doc_ids_T, doc_end_T: int64 [T]; position in the document, document, and the document's real
-            length (a row is padding when ``positions_T >= doc_end_T``).
+        positions_T, doc_ids_T, doc_end_T: int64 [T]; position in the document, document, and the document's
+            real length (a row is padding when ``positions_T >= doc_end_T``).
         real_T: bool [T], False on padding.
     """
 
@@ -59,7 +59,9 @@ class PackedZigzag:
     ):
         if cp_mesh is not None:
             if cp_mesh.ndim != 1:
-                raise ValueError(f"cp_mesh must be the one context-parallel dimension of a mesh; got {cp_mesh}.")
+                raise ValueError(
+                    f"cp_mesh must be the one context-parallel dimension of a mesh; got {cp_mesh}."
+                )
             cp_size, cp_rank = cp_mesh.size(), cp_mesh.get_local_rank()
         if trunk_transport not in ("gather", "ring"):
             raise ValueError(f"trunk_transport is {trunk_transport!r}; a layout knows gather and ring.")
@@ -67,7 +69,9 @@ class PackedZigzag:
         self.cp_group = "" if cp_mesh is None else cp_mesh.get_group().group_name
         self.doc_lengths = tuple(int(length) for length in doc_lengths)
         if not self.doc_lengths or min(self.doc_lengths) < 1:
-            raise ValueError(f"A pack needs documents of at least one token; got lengths {list(self.doc_lengths)}.")
+            raise ValueError(
+                f"A pack needs documents of at least one token; got lengths {list(self.doc_lengths)}."
+            )
         if not 0 <= cp_rank < cp_size:
             raise ValueError(f"Context-parallel rank {cp_rank} does not exist among {cp_size} ranks.")
         multiple = 1 if cp_size == 1 else 2 * cp_size
@@ -90,7 +94,7 @@ class PackedZigzag:
         self.real_T = self.positions_T < self.doc_end_T
 
     def _global_rows(self, rank: int, lengths: Tensor, starts: Tensor) -> Tensor:
-        """Rows of the whole (padded) pack that ``rank`` holds, in the order in which it holds them: int64 [T]."""
+        """Rows of the whole (padded) pack that ``rank`` holds, in its order: int64 [T]."""
         if self.cp_size == 1:
             return torch.arange(self.num_tokens_global)
         n = lengths // (2 * self.cp_size)
@@ -101,20 +105,25 @@ class PackedZigzag:
         return torch.repeat_interleave(chunk_starts - offsets, chunk_lengths) + torch.arange(self.num_tokens)
 
     def shift(self, x_T: Tensor, n: int) -> Tensor:
-        """The row ``n`` later in the same document, zeros past the document's real end (padding is never read).
+        """The row ``n`` later in the same document, zeros past the document's real end (padding is never
+        read).
 
-        x: [T, ...] of any dtype (ids, masks, hidden rows); differentiable; n >= 0.  Raises ValueError for another
-        number of rows.
+        x: [T, ...] of any dtype (ids, masks, hidden rows); differentiable; n >= 0.  Raises ValueError for
+        another number of rows.
         """
         if x_T.shape[0] != self.num_tokens:
-            raise ValueError(f"shift wants the {self.num_tokens} rows of this layout; got {tuple(x_T.shape)}.")
+            raise ValueError(
+                f"shift wants the {self.num_tokens} rows of this layout; got {tuple(x_T.shape)}."
+            )
         if n < 0:
             raise ValueError(f"shift moves rows from later positions, n >= 0; got {n}.")
         if n == 0:
             return _zero_unless(self.real_T, x_T)
         if self.cp_size > 1:
             if not self.cp_group:
-                raise ValueError("Rows move between context-parallel ranks only when the layout has a cp_mesh.")
+                raise ValueError(
+                    "Rows move between context-parallel ranks only when the layout has a cp_mesh."
+                )
             return torch.ops.torchspec.zigzag_shift(
                 x_T, self._doc_lengths_cpu, n, self.cp_size, self.cp_rank, self.cp_group, False
             )
@@ -123,7 +132,7 @@ class PackedZigzag:
         return _zero_unless(self.positions_T + n < self.doc_end_T, later_T)
 
     def shard(self, x_global: Tensor) -> Tensor:
-        """This rank's rows of a per-token tensor of the real pack, [sum(doc_lengths), ...]; zeros on padding."""
+        """This rank's rows of a tensor of the real pack, [sum(doc_lengths), ...]; zeros on padding."""
         total = sum(self.doc_lengths)
         if x_global.shape[0] != total:
             raise ValueError(f"shard wants the pack's {total} real tokens; got {tuple(x_global.shape)}.")
@@ -135,7 +144,7 @@ class PackedZigzag:
         return _zero_unless(real_T, x_global[torch.where(real_T, rows, 0)])
 
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
-        """The per-token tensor of the real pack, [sum(doc_lengths), ...], from the rows of every rank in order."""
+        """The tensor of the real pack, [sum(doc_lengths), ...], from the rows of all ranks in order."""
         if len(shards) != self.cp_size or any(x.shape[0] != self.num_tokens for x in shards):
             raise ValueError(f"unshard wants {self.cp_size} shards of {self.num_tokens} rows each.")
         rows = torch.cat(self._rows_of_rank).to(shards[0].device)

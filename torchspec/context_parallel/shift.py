@@ -1,12 +1,13 @@
-"""Moving rows n positions earlier in their document when the documents are dealt out in zigzag: one batched exchange.
+"""Moving rows to earlier positions when documents are dealt out in zigzag: one batched exchange.
 
 Legend: T rows of this rank, C context-parallel size, n rows of the shift.
 
-A row may need one that lives on any rank (chunks can be shorter than n), so the exchange is an all-to-all whose sizes
-follow from the documents' lengths by arithmetic.  Rows that stay on their rank are copied and never sent.  The backward
-is the same exchange with the roles of sender and receiver swapped: no row is read twice, so nothing is summed.
+A row may need one that lives on any rank (chunks can be shorter than n), so the exchange is an all-to-all
+whose sizes follow from the documents' lengths by arithmetic.  Rows that stay on their rank are copied and
+never sent.  The backward is the same exchange with the roles of sender and receiver swapped: no row is read
+twice, so nothing is summed.
 
-It is an opaque op: its sizes depend on the packing, and a compiled graph must not be remade for every packing.
+It is an opaque op: its sizes depend on the packing, and a compiled graph must not be remade for each packing.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ def holders(padded_lengths: Tensor, cp_size: int) -> tuple[Tensor, Tensor]:
 
 
 @lru_cache(maxsize=64)
-def plan_shift(doc_lengths: tuple[int, ...], n: int, cp_size: int, cp_rank: int, device: torch.device) -> ShiftPlan:
+def plan_shift(
+    doc_lengths: tuple[int, ...], n: int, cp_size: int, cp_rank: int, device: torch.device
+) -> ShiftPlan:
     """Who sends which rows to whom so that row t receives the row n later in its document."""
     real = torch.tensor(doc_lengths)
     padded = (real + 2 * cp_size - 1) // (2 * cp_size) * (2 * cp_size)
@@ -76,7 +79,9 @@ def plan_shift(doc_lengths: tuple[int, ...], n: int, cp_size: int, cp_rank: int,
     receive_rows, receive_counts = select(mine & ~stays, from_rank, to_row)
     send_rows, send_counts = select((from_rank == cp_rank) & ~stays, to_rank, from_row)
     idle = not bool((to_rank != from_rank).any())
-    plan = ShiftPlan(to_row[stays], from_row[stays], send_rows, send_counts, receive_rows, receive_counts, idle)
+    plan = ShiftPlan(
+        to_row[stays], from_row[stays], send_rows, send_counts, receive_rows, receive_counts, idle
+    )
     return plan.to(device)
 
 
@@ -91,10 +96,11 @@ def _exchange(rows: Tensor, send: list[int], receive: list[int], group: str) -> 
 @torch.library.custom_op(
     "torchspec::zigzag_shift",
     mutates_args=(),
-    schema="(Tensor x, Tensor doc_lengths, int n, int cp_size, int cp_rank, str group, bool adjoint) -> Tensor",
+    schema="(Tensor x, Tensor doc_lengths, int n, int cp_size, int cp_rank, str group, bool adjoint)"
+    " -> Tensor",
 )
 def zigzag_shift(x, doc_lengths, n, cp_size, cp_rank, group, adjoint):
-    """x [T, ...] -> [T, ...]; ``doc_lengths`` int64 on the CPU (real lengths); ``adjoint``: the transposed map."""
+    """x [T, ...] -> [T, ...]; ``doc_lengths``: real lengths, int64 on the CPU; ``adjoint``: transposed."""
     plan = plan_shift(tuple(doc_lengths.tolist()), n, cp_size, cp_rank, x.device)
     result = torch.zeros_like(x, memory_format=torch.contiguous_format)
     to, source, send_rows, receive_rows = plan.local_to, plan.local_from, plan.send_rows, plan.receive_rows

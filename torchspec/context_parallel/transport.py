@@ -23,7 +23,12 @@ from torch import Tensor
 from torchspec.attention import pieces as _pieces  # noqa: F401  registers torchspec::trunk_piece
 from torchspec.attention.merge import accumulation_dtype, branch_backward, branch_forward, merge
 from torchspec.attention.op import augment_for_lse_gradient
-from torchspec.context_parallel.collectives import all_gather_rows, reduce_scatter_rows, start_send_to_next, wait
+from torchspec.context_parallel.collectives import (
+    all_gather_rows,
+    reduce_scatter_rows,
+    start_send_to_next,
+    wait,
+)
 
 
 @dataclass(frozen=True)
@@ -38,10 +43,10 @@ class Ring:
 def choose_transport(
     wanted: str, *, rows: int, kv_heads: int, head_dim: int, dtype: torch.dtype, budget_bytes: int
 ) -> str:
-    """"gather" or "ring" for a layer whose pack has ``rows`` padded rows; "auto" gathers where it fits the budget.
+    """The transport for a layer whose pack has ``rows`` padded rows: "auto" gathers where it fits.
 
-    Gathering keeps K0 | V0 of the pack in the model's dtype and, in the backward, their gradient sums in fp32 (fp64),
-    each with one copy in the other row order for a moment.  Every rank must be given the same budget.
+    Gathering keeps K0 | V0 of the pack in the model's dtype and, in the backward, their gradient sums in fp32
+    (fp64), each with one copy in the other row order for a moment.  Every rank must be given the same budget.
     """
     if wanted in ("gather", "ring"):
         return wanted
@@ -90,7 +95,9 @@ def scatter_trunk_gradient(
     return dk_TGD.contiguous(), dv_TGD.contiguous()
 
 
-def ring_forward(q, k0, v0, kb, vb, cu_seqlens, max_seqlen, scale, window, ring: Ring) -> tuple[Tensor, Tensor]:
+def ring_forward(
+    q, k0, v0, kb, vb, cu_seqlens, max_seqlen, scale, window, ring: Ring
+) -> tuple[Tensor, Tensor]:
     """Branch attention with K0|V0 travelling around the ring: (out in q's dtype, lse).
 
     The next shard is on its way while this one is computed; merges stay in fp32 (fp64).
@@ -101,7 +108,14 @@ def ring_forward(q, k0, v0, kb, vb, cu_seqlens, max_seqlen, scale, window, ring:
         last = step == ring.size - 1
         arriving = None if last else start_send_to_next(kv, ring.rank, ring.size, ring.group)
         o, s = torch.ops.torchspec.trunk_piece(
-            q, *kv.split(dim, dim=-1), cu_seqlens, max_seqlen, scale, window, ring.size, ring.rank,
+            q,
+            *kv.split(dim, dim=-1),
+            cu_seqlens,
+            max_seqlen,
+            scale,
+            window,
+            ring.size,
+            ring.rank,
             (ring.rank - step) % ring.size,
         )
         out, lse = (o, s) if out is None else merge(out, lse, o, s)
@@ -116,8 +130,8 @@ def ring_backward(
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor], list[Tensor]]:
     """(dq, dk0, dv0, dkb, dvb) in the accumulation dtype.
 
-    K0|V0 go around again; the gradient of a shard follows it, one hop behind: each rank adds its part to what arrived
-    while it computed, and after C hops the sum is home.
+    K0|V0 go around again; the gradient of a shard follows it, one hop behind: each rank adds its part to what
+    arrived while it computed, and after C hops the sum is home.
     """
     dq_branch, dkb, dvb = branch_backward(do, dlse, q, out, lse, kb, vb, scale)
     dim = q.shape[-1]
@@ -133,8 +147,19 @@ def ring_backward(
         if wide != dim:  # the columns that carry the gradient of lse are constants: they are not sent
             k, v = (torch.cat([x, y[..., dim:]], dim=-1) for x, y in ((k, k0), (v, v0)))
         dq_step, dk, dv = torch.ops.torchspec.trunk_piece_backward(
-            do, q, k.contiguous(), v.contiguous(), out, lse, cu_seqlens, max_seqlen, scale, window, ring.size,
-            ring.rank, (ring.rank - step) % ring.size,
+            do,
+            q,
+            k.contiguous(),
+            v.contiguous(),
+            out,
+            lse,
+            cu_seqlens,
+            max_seqlen,
+            scale,
+            window,
+            ring.size,
+            ring.rank,
+            (ring.rank - step) % ring.size,
         )
         dkv = torch.cat([dk[..., :dim], dv[..., :dim]], dim=-1)
         if travelling is not None:

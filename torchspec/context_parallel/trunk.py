@@ -1,12 +1,13 @@
 """What models call: attention over a layout, on any number of context-parallel ranks, with plain tensors.
 
-Legend: T rows of this rank, S rows of the pack, H query heads, G key/value heads, D head dim, C ranks, K passes.
+Legend: T rows of this rank, S rows of the pack, H query heads, G key/value heads, D head dim, C ranks,
+K passes.
 
 A draft opens one ``Trunk`` per layer and unroll and calls ``attend`` once a pass; a policy's layer calls
-``packed_attention``.  Both take and return this rank's rows.  With ``gather`` a Trunk moves K0/V0 once for all passes
-and sums their gradients over the passes in fp32 before they are reduced once.  Autograd would sum them in the model's
-dtype: so keys and values enter the op detached, beside *carriers*, fp32 tensors of their shape without storage, and the
-op's backward gives the gradients to the carriers.
+``packed_attention``.  Both take and return this rank's rows.  With ``gather`` a Trunk moves K0/V0 once for
+all passes and sums their gradients over the passes in fp32 before they are reduced once.  Autograd would sum
+them in the model's dtype: so keys and values enter the op detached, beside *carriers*, fp32 tensors of their
+shape without storage, and the op's backward gives the gradients to the carriers.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class _Carrier(torch.autograd.Function):
 
 
 class _GatherTrunk(torch.autograd.Function):
-    """This rank's K0, V0 -> those of whole documents and their carriers; backward reduces once, whatever K."""
+    """This rank's K0, V0 -> those of whole documents and carriers; one reduction, whatever K."""
 
     @staticmethod
     def forward(ctx, k_TGD, v_TGD, cu_seqlens, ring):
@@ -69,11 +70,19 @@ def _rows(x: Tensor, layout: PackedZigzag) -> DTensor:
 
 def _check_rows(q_THD: Tensor, layout: PackedZigzag) -> None:
     if q_THD.shape[0] != layout.num_tokens:
-        raise ValueError(f"The layout gives this rank {layout.num_tokens} rows; got q of shape {tuple(q_THD.shape)}.")
+        raise ValueError(
+            f"The layout gives this rank {layout.num_tokens} rows; got q of shape {tuple(q_THD.shape)}."
+        )
 
 
 def packed_attention(
-    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, layout: PackedZigzag, *, scale: float | None = None, window: int = 0
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    layout: PackedZigzag,
+    *,
+    scale: float | None = None,
+    window: int = 0,
 ) -> Tensor:
     """Packed causal attention of one policy layer: [T, H, D]; q, k, v are this rank's rows, one dtype.
 
@@ -82,17 +91,25 @@ def packed_attention(
     _check_rows(q_THD, layout)
     scale = q_THD.shape[-1] ** -0.5 if scale is None else scale
     if layout.cp_size == 1:
-        return branch_attention(q_THD, k_TGD, v_TGD, [], [], layout.cu_seqlens, layout.max_seqlen, scale, window)[0]
+        return branch_attention(
+            q_THD, k_TGD, v_TGD, [], [], layout.cu_seqlens, layout.max_seqlen, scale, window
+        )[0]
     _ring_of(layout)
     out_THD, _ = branch_attention(
-        *(_rows(x, layout) for x in (q_THD, k_TGD, v_TGD)), [], [], layout.cu_seqlens, layout.max_seqlen, scale,
-        window, transport=layout.trunk_transport,
+        *(_rows(x, layout) for x in (q_THD, k_TGD, v_TGD)),
+        [],
+        [],
+        layout.cu_seqlens,
+        layout.max_seqlen,
+        scale,
+        window,
+        transport=layout.trunk_transport,
     )
     return out_THD.to_local()
 
 
 class Trunk:
-    """Keys and values of one unroll: pass 0's, and one branch per later pass, referenced and never re-stacked.
+    """Keys and values of one unroll: pass 0's, then one branch per pass, referenced and never re-stacked.
 
     Args: layout; scale of the scores (default D^-0.5); window of visible trunk keys incl. self (0: all).
     Use: ``attend`` once per pass, pass 0 first.
@@ -106,7 +123,7 @@ class Trunk:
         self._transport = "gather"
 
     def attend(self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
-        """Adds this pass's keys and values, then attends: [T, H, D] in q's dtype; all are this rank's rows."""
+        """Adds this pass's keys and values, then attends: [T, H, D]; all are this rank's rows."""
         layout = self.layout
         _check_rows(q_THD, layout)
         self._open(k_TGD, v_TGD) if not self._keys else self._branch(k_TGD, v_TGD)
@@ -115,8 +132,16 @@ class Trunk:
         trunk, branches = self._carriers[:1], self._carriers[1:]
         flat = [x for pair in trunk for x in pair] + [k for k, _ in branches] + [v for _, v in branches]
         out_THD, _ = branch_attention(
-            q_THD if layout.cp_size == 1 else _rows(q_THD, layout), self._keys[0], self._values[0], self._keys[1:],
-            self._values[1:], layout.cu_seqlens, layout.max_seqlen, scale, self.window, carriers=flat,
+            q_THD if layout.cp_size == 1 else _rows(q_THD, layout),
+            self._keys[0],
+            self._values[0],
+            self._keys[1:],
+            self._values[1:],
+            layout.cu_seqlens,
+            layout.max_seqlen,
+            scale,
+            self.window,
+            carriers=flat,
             transport=self._transport,
         )
         return out_THD if layout.cp_size == 1 else out_THD.to_local()
@@ -135,7 +160,7 @@ class Trunk:
         )
         self._keys.append(whole(k_SGD, None))
         self._values.append(whole(v_SGD, None))
-        # each rank holds its own queries' part of the gradient: Partial, reduced by _GatherTrunk and not by DTensor
+        # each rank holds its own queries' part of the gradient: Partial, which _GatherTrunk reduces
         self._carriers.append(tuple(whole(x, [Partial()]) for x in carriers))
 
     def _branch(self, k_TGD: Tensor, v_TGD: Tensor) -> None:

@@ -1,7 +1,7 @@
 """Counting what leaves a rank: for tests and for ``tools/bench_context_parallel.py``.
 
-Counts are exact and deterministic; they are taken at the functional collectives, below DTensor and autograd, forward
-and backward.  Shifts (one exchange of a few rows) and whatever runs outside the mode are not counted.
+Counts are exact and deterministic; they are taken at the functional collectives, below DTensor and autograd,
+forward and backward.  Shifts (one exchange of a few rows) and whatever runs outside the mode are not counted.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class WireCounter(TorchDispatchMode):
-    """``with WireCounter(size, rank) as counter``: then ``counter.bytes`` (int) and ``counter.calls`` (names).
+    """``with WireCounter(size, rank) as counter``: then ``counter.bytes`` (int) and ``counter.calls``
+    (names).
 
     Eager only.  Raises NotImplementedError for a collective whose bytes it does not know.
     """
