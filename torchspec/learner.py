@@ -265,7 +265,7 @@ class Learner:
         return token_logprobs(
             hidden_TE,
             policy.head_weight,
-            batch.targets_T,
+            batch.targets_T.where(batch.mask_T, -1),  # rows that are not trained cost nothing
             temperature=self.config.rollout.sampling.temperature,
             chunk_rows=self.config.train.logprob_chunk_rows,
             need_entropy=True,

@@ -53,7 +53,8 @@ def warm_start(trainer: CoTrainer) -> None:
         for bin_ in filter(None, bins[ranks.rank :: ranks.world]):
             batch = build_batch([sequences[i] for i in bin_], trainer.device)
             hidden_TE = trainer.policy(batch.tokens_T, batch.layout).hidden_TE
-            logp_T, _ = token_logprobs(hidden_TE, trainer.policy.head_weight, batch.targets_T)
+            targets_T = batch.targets_T.where(batch.mask_T, -1)
+            logp_T, _ = token_logprobs(hidden_TE, trainer.policy.head_weight, targets_T)
             loss = -(logp_T * batch.mask_T).sum() / count
             loss.backward()
             total += loss.item()

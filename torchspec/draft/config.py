@@ -34,7 +34,7 @@ class DraftConfig:
     """Feed-forward width; 0 takes the policy's."""
     norm_before_residual: bool = False
     """Carry the normed hidden state as the residual instead of the raw one (EAGLE-3 checkpoints of both kinds exist)."""
-    objective: Literal["forward_kl", "reverse_kl", "jsd", "tv", "lk", "hard_ce"] = "forward_kl"
+    objective: Literal["forward_kl", "reverse_kl", "jsd", "tv", "lk", "lk_hybrid", "hard_ce"] = "forward_kl"
     """Distillation objective; forward_kl is soft cross-entropy against the policy's distribution."""
     temperature: float = 1.0
     """Softmax temperature of teacher and student inside the objective."""
