@@ -61,7 +61,7 @@ $(STAMP): pyproject.toml | check
 ifeq ($(EXTRA),cpu)
 	@echo "$(VENV)/bin/pip install $(CPU_FIRST)"; \
 	$(VENV)/bin/pip install $(CPU_FIRST) || { echo "pip could not install torch==2.13.0+cpu (its own words are above);\
-	 where it found no such version, set PIP_EXTRA_INDEX_URL to the CPU wheel index of PyTorch and run make again." >&2; exit 1; }
+	 where it found no such version, point PIP_EXTRA_INDEX_URL at PyTorch's CPU wheel index (its install page names it) and run make again." >&2; exit 1; }
 endif
 	$(VENV)/bin/pip install -e '.[$(EXTRA),test]'
 ifeq ($(EXTRA),cpu)
