@@ -28,7 +28,9 @@ def script(path: Path, text: str) -> None:
 
 
 def make(folder: Path, *args: str) -> subprocess.CompletedProcess:
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
+    # What an outer make was told must not reach the inner one.
+    outer = ("MAKE", "MFLAGS", "PYTEST_ARGS", "PYTHON", "EXTRA")
+    env = {k: v for k, v in os.environ.items() if not k.startswith(outer)}
     env["PATH"] = f"{folder / 'bin'}:{env['PATH']}"
     return subprocess.run(["make", *args], cwd=folder, env=env, capture_output=True, text=True, timeout=120)
 
