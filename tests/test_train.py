@@ -136,6 +136,7 @@ def test_a_resume_that_fails_leaves_the_settings_of_the_checkpoint(folder):
 def test_other_ranks_leave_the_folder_to_rank_0(folder, monkeypatch, capsys):
     (folder / "what.txt").write_text("raise RunError('rank 0 is gone.')")
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     out = folder / "outputs/c"
     out.mkdir(parents=True)
