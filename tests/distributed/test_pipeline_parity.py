@@ -108,6 +108,7 @@ def run_step(rank: int, group: Any, case: dict, seed: int) -> dict:
         pipeline.step(
             *([tokens] if 0 in parts else []), target=targets if head is not None else None, losses=losses
         )
+        assert not pipeline._captured  # neither the warm-up nor a recomputation left a tap behind
         grads = {n: p.grad.clone() for part in parts.values() for n, p in part.named_parameters()}
         grads |= {"losses": torch.stack(losses).detach()} if losses else {}
         if draft is not None:
