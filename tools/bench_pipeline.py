@@ -317,16 +317,18 @@ def main(argv: list[str] | None = None) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("spawn")
         ranks = [
-            context.Process(target=rank_main, args=(rank, folder, options)) for rank in range(options.pp)
+            context.Process(target=rank_main, args=(rank, folder, options), daemon=True) for rank in range(options.pp)
         ]
         for process in ranks:
             process.start()
         end = time.monotonic() + limit
-        for process in ranks:
-            process.join(max(0.0, end - time.monotonic()))
-        for process in ranks:
-            process.kill()
-            process.join()
+        try:
+            for process in ranks:
+                process.join(max(0.0, end - time.monotonic()))
+        finally:  # also on Ctrl-C: no rank outlives this process
+            for process in ranks:
+                process.kill()
+                process.join()
         file = Path(folder, "rows.json")
         if not file.exists():
             raise SystemExit(
