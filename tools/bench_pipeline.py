@@ -317,7 +317,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("spawn")
         ranks = [
-            context.Process(target=rank_main, args=(rank, folder, options), daemon=True) for rank in range(options.pp)
+            context.Process(target=rank_main, args=(rank, folder, options), daemon=True)
+            for rank in range(options.pp)
         ]
         for process in ranks:
             process.start()
