@@ -33,7 +33,7 @@ quickstart: $(STAMP)
 	@echo "Report: $(RUN)/report.html"
 
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 install: $(STAMP)
 

@@ -130,7 +130,9 @@ def check_outputs(folder: Path) -> None:
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert sorted(set(METRICS) - set(rows[0])) == []
     assert all("eval/reward" in rows[i] for i in (0, 2, 3)) and "eval/reward" not in rows[1]
-    assert all(row["train/logprob_gap"] < 1e-4 for row in rows)
+    # A step whose groups were all dropped has no trained token to compare.
+    gaps = [row["train/logprob_gap"] for row in rows if "train/logprob_gap" in row]
+    assert gaps and max(gaps) < 1e-4
     assert [row["refit/version"] for row in rows] == [1, 2, 3, 4]
     assert {"prompt", "response", "reward", "components", "advantage", "finish_reason", "seed"} <= set(
         lines(folder, "samples.jsonl")[0]

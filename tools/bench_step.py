@@ -49,29 +49,27 @@ def train_steps(config, run: Path | None, steps: int, folder: Path) -> list[dict
 
 
 def serve(config, folder: Path, repeats: int) -> dict[str, dict[str, float]]:
-    """Tokens per second on training prompts, with the draft and without it, alternating."""
+    """Tokens per second on training prompts, with the draft and without it, alternating (vLLM serves one at a time)."""
     trainer = load_object(config.trainer)(config, folder)
     trainer.setup()
-    engines = {"on": trainer.build_engine()}
-    trainer.draft = None
-    engines["off"] = trainer.build_engine()
+    drafts = {"on": trainer.draft, "off": None}
     rl = config.rl
     prompts = [trainer.prompts.next() for _ in range(rl.prompts_per_step * rl.samples_per_prompt)]
     speeds: dict[str, list[float]] = {"on": [], "off": []}
-    accept = 0.0
-    for _ in range(repeats + 1):
-        for name, engine in engines.items():
-            samples, stats, seconds = sample_responses(
-                engine, trainer.tokenizer, prompts, eval_seeds(config.seed, len(prompts)), trainer.sampling,
-                deadline_s=config.rollout.deadline_s,
-            )
+    accept = 1.0
+    for _ in range(repeats):
+        for name, trainer.draft in drafts.items():
+            engine = trainer.build_engine()
+            for _ in range(2):  # the first warms caches up
+                samples, stats, seconds = sample_responses(
+                    engine, trainer.tokenizer, prompts, eval_seeds(config.seed, len(prompts)), trainer.sampling,
+                    deadline_s=config.rollout.deadline_s,
+                )
             speeds[name].append(sum(len(s.completion.token_ids) for s in samples) / seconds)
             accept = spec_metrics(stats).get("spec/accept_len", accept)
-    for engine in engines.values():
-        engine.close()
-    # The first round warms caches up.
+            engine.close()
     return {
-        name: {"tokens_per_s": statistics.median(values[1:]), "accept_len": accept if name == "on" else 1.0}
+        name: {"tokens_per_s": statistics.median(values), "accept_len": accept if name == "on" else 1.0}
         for name, values in speeds.items()
     }
 

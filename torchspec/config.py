@@ -44,8 +44,12 @@ class ParallelismConfig:
 
     context_parallel_degree: int = 1
     """Ranks that share every packed sequence (must divide the ranks; the rest is data parallel)."""
-    trunk_transport: Literal["gather", "ring"] = "gather"
-    """How keys and values travel between context-parallel ranks: gathered once per layer and microbatch whatever the draft's passes, or around a ring in each pass (less memory, more bytes)."""
+    trunk_transport: Literal["auto", "gather", "ring"] = "auto"
+    """How keys and values travel between context-parallel ranks. gather: once per layer and microbatch, whatever the
+    draft's passes. ring: around in each pass, which costs more bytes and less memory. auto: gather where it fits
+    trunk_budget_mb, else ring."""
+    trunk_budget_mb: int = 4096
+    """Memory that auto lets one layer's gathered keys, values and their fp32 gradient sums take on a rank, in MiB."""
     timeout_s: float = 600.0
     """Longest wait for another rank; past it every rank ends with an error."""
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from torchspec.collect import Sample
 from torchspec.config import Config
+from torchspec.context_parallel.transport import choose_transport
 from torchspec.data.packing import PackedBatch, Sequence, build_batch, pack
 from torchspec.draft.base import Draft
 from torchspec.errors import Interrupted
@@ -188,11 +189,27 @@ class Learner:
                 cp_size=ranks.cp_size,
                 cp_rank=ranks.cp_rank,
                 cp_mesh=ranks.cp_mesh,
-                trunk_transport=self.config.parallelism.trunk_transport,
+                trunk_transport=self._transport(sum(len(sequences[i]) for i in bin_)),
             )
             for bin_ in bins[ranks.dp_rank :: ranks.dp_size]
             if bin_
         ]
+
+    def _transport(self, num_tokens: int) -> str:
+        """How the trunk travels in a pack of ``num_tokens``: by the wider of the policy's and the draft's keys."""
+        shape, draft, ranks = self.policy.shape, self.config.draft, self.config.parallelism
+        heads = [(shape.num_kv_heads, shape.head_dim)]
+        if draft.enabled:
+            heads.append((draft.num_kv_heads or shape.num_kv_heads, draft.head_dim or shape.head_dim))
+        kv_heads, head_dim = max(heads, key=lambda pair: pair[0] * pair[1])
+        return choose_transport(
+            ranks.trunk_transport,
+            rows=num_tokens,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            dtype=self.policy.compute_dtype,
+            budget_bytes=ranks.trunk_budget_mb * 2**20,
+        )
 
     # ---- one optimizer step -------------------------------------------------------------------------------------
 

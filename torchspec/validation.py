@@ -55,6 +55,7 @@ AT_LEAST = {
     "train.logprob_chunk_rows": 1,
     "train.max_skipped_steps": 0,
     "parallelism.context_parallel_degree": 1,
+    "parallelism.trunk_budget_mb": 1,
     "warm_start.steps": 0,
     "warm_start.batch_size": 1,
     "eval.every": 0,

@@ -23,7 +23,7 @@ def first_step(config, samples, poison: bool = False):
     learner.ranks = Ranks(config.parallelism.context_parallel_degree)
     if poison:
         with torch.no_grad():
-            learner.policy.decoder.norm.weight[0] = torch.nan
+            learner.policy.model.norm.weight[0] = torch.nan
     found = {}
     for name in ("policy", "draft"):
         module, optimizer = getattr(learner, name), getattr(learner, f"{name}_optimizer")

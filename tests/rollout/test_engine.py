@@ -70,7 +70,7 @@ def test_spec_stats_subtract():
     assert late.accepted_per_pos == [8, 3, 1]
 
 
-@pytest.mark.parametrize("bad", [dict(min_p=0.1), dict(logit_bias={"1": 2.0}), dict(temperature=-1.0), dict(top_p=0.0),
+@pytest.mark.parametrize("bad", [dict(min_p=0.1), dict(logit_bias={"1": 2.0}), dict(temperature=-1.0), dict(temperature=2.1), dict(top_p=0.0),
                                  dict(top_p=1.1), dict(top_k=-1), dict(max_tokens=0)])
 def test_sampling_out_of_range(bad):
     check_sampling(SamplingConfig())

@@ -55,7 +55,7 @@ def served(engine: VllmEngine) -> list[tuple]:
     requests = [Request([i, 3, (i + 5) % V], request_seed(9, 1, i, 0)) for i in range(12)]
     result = []
     for temperature in (1.0, 0.0):
-        completions = engine.generate(requests, SamplingConfig(temperature=temperature, max_tokens=24), deadline_s=60)
+        completions = engine.generate(requests, SamplingConfig(temperature=temperature, max_tokens=24), deadline_s=300)
         result += [(c.token_ids, c.logprobs, c.num_drafts, c.num_accepted) for c in completions]
     return result
 
