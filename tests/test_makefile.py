@@ -79,10 +79,10 @@ def test_the_cpu_install_in_order_and_only_when_needed(folder):
         "pip install -e .[cpu,test]",
         "pip uninstall -y torchvision torchaudio torchcodec",
     ]
-    assert calls.read_text().splitlines() == [*install, "python -m pytest -m parity"]
+    assert calls.read_text().splitlines() == [*install, "python -m pytest -n 2 --dist loadfile -m parity"]
     calls.unlink()
     assert make(folder, "test", "EXTRA=cpu").returncode == 0
-    assert calls.read_text().splitlines() == ["python -m pytest"], (
+    assert calls.read_text().splitlines() == ["python -m pytest -n 2 --dist loadfile"], (
         "an install that is up to date is left alone"
     )
     calls.unlink()
