@@ -163,6 +163,12 @@ def test_nan_is_fatal_after_the_limit_and_keeps_the_last_finite_weights(tiny, tm
     assert all(torch.isfinite(w).all() for w in state["learner"]["policy"].values())
 
 
+def test_a_run_whose_last_steps_were_skipped_is_no_success(tiny, tmp_path):
+    with pytest.raises(RunError, match="The last 2 of 3 steps were skipped"):
+        run(tiny, tmp_path / "ruined", "--policy.optimizer.lr", "1e30", "--train.steps", "3", "--eval.every", "0")
+    assert lines(tmp_path / "ruined")[-1]["skipped/steps"] == 2
+
+
 def wait_for(condition, seconds: float, process: subprocess.Popen) -> None:
     deadline = time.monotonic() + seconds
     while not condition():

@@ -87,6 +87,9 @@ class QuietLive(contextlib.nullcontext):
     def phase(self, name: str, done: int, total: int, detail: str = "") -> None:
         """Shows nothing."""
 
+    def note(self, text: str) -> None:
+        """Shows nothing."""
+
 
 class CoTrainer:
     """Trains ``config.policy`` and ``config.draft`` together and serves both, refitted, in vLLM.
@@ -222,6 +225,13 @@ class CoTrainer:
                 "Go on with --checkpoint.resume:"
             ) from error
         self.save()
+        if self.skipped_in_a_row:
+            raise RunError(
+                f"The last {self.skipped_in_a_row} of {config.train.steps} steps were skipped for NaN or Inf, so nothing is "
+                "exported: policy/ and draft/ are those of the start. Checkpoints: steps "
+                f"{checkpoint.complete_steps(self.output_dir / 'checkpoints')}; `torchspec export --step N` writes one of "
+                "them. Try a lower policy.optimizer.lr or draft.optimizer.lr."
+            )
         self.export()
 
     def _stop_here(self) -> None:
@@ -324,6 +334,8 @@ class CoTrainer:
         result = self.learner.update(rollout.samples, step, on_progress=lambda d, n: self.live.phase("train", d, n))
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
         self.skipped_steps += int(result.skipped)
+        if result.skipped:
+            self.live.note(f"step {step}: skipped for both models, a loss or gradient was NaN or Inf")
         if self.skipped_in_a_row > self.config.train.max_skipped_steps:
             raise RunError(
                 f"{self.skipped_in_a_row} steps in a row gave NaN or Inf in a loss or gradient (train.max_skipped_steps = "
