@@ -140,6 +140,13 @@ def test_ranks_must_fit_the_context_parallel_degree_and_the_prompts(monkeypatch)
         check("[rl]\nprompts_per_step = 2")
 
 
+@pytest.mark.parametrize("table", ["rollout", "eval"])
+def test_temperature_ends_at_vllms_limit(table):
+    with pytest.raises(ConfigError, match=f"{table}.sampling.temperature = 2.5 is above 2"):
+        check(f"[{table}]\nsampling = {{ temperature = 2.5 }}")
+    check(f"[{table}]\nsampling = {{ temperature = 2.0 }}")
+
+
 def test_files_that_are_not_there(tmp_path):
     faults = {
         f'policy.path = "{tmp_path}"': "policy.path",

@@ -223,6 +223,8 @@ def _sampling(config: Config) -> Iterator[str]:
         ("rollout.sampling", config.rollout.sampling),
         ("eval.sampling", config.eval.sampling),
     ):
+        if sampling.temperature > 2:
+            yield f"{name}.temperature = {sampling.temperature} is above 2, the most that vLLM samples at."
         if sampling.min_p != 0:
             yield (
                 f"{name}.min_p = {sampling.min_p} does not work with speculative decoding in vLLM; only 0"
