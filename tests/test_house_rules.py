@@ -24,7 +24,7 @@ BELOW = {
     "data": {"attention", "context_parallel"},
     "rollout": set(),
 }
-EVERYWHERE = {"config", "errors", "plugins", "rope", "validation"}
+EVERYWHERE = {"config", "errors", "files", "plugins", "rope", "validation"}
 
 
 def imported_rooms(path: Path) -> set[str]:

@@ -14,16 +14,9 @@ from typing import Any
 import torch
 
 from torchspec.errors import RunError
+from torchspec.files import fsync
 
 MARK = "COMPLETE"
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def complete_steps(folder: Path) -> list[int]:
@@ -45,12 +38,12 @@ def save_checkpoint(folder: Path, step: int, state: dict[str, Any], keep: int) -
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         torch.save(state, partial / "state.pt")
-        _fsync(partial / "state.pt")
+        fsync(partial / "state.pt")
         (partial / MARK).write_text(f"step {step}\n")
-        _fsync(partial / MARK)
+        fsync(partial / MARK)
         shutil.rmtree(final, ignore_errors=True)  # without its mark it was never a checkpoint
         os.replace(partial, final)
-        _fsync(folder)
+        fsync(folder)
     except (OSError, RuntimeError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         kept = complete_steps(folder)

@@ -14,7 +14,6 @@ import dataclasses
 import difflib
 import json
 import math
-import os
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -289,17 +288,3 @@ def _value(value: Any) -> str:
 def _key(key: str) -> str:
     bare = key and all(c.isascii() and (c.isalnum() or c in "_-") for c in key)
     return key if bare else json.dumps(key, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a text file so that at every moment either the old or the new content is there, also after a
-    power cut."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -155,8 +155,9 @@ class Learner:
     def _part(self, samples: list[Sample], train_draft: bool) -> Part:
         """Samples with an advantage first; the others only when the draft learns from them."""
         live = [s for s in samples if s.live and not s.masked]
-        idle = [s for s in samples if not (s.live and not s.masked) and s.completion.token_ids]
-        idle = idle if train_draft and self.config.draft.use_dropped_groups else []
+        idle = []
+        if train_draft and self.config.draft.use_dropped_groups:
+            idle = [s for s in samples if (s.masked or not s.live) and s.completion.token_ids]
         counts = PolicyCounts(tokens=sum(len(s.completion.token_ids) for s in live), sequences=len(live))
         microbatches = [Microbatch(b, False) for b in self._batches(live, trained=True)]
         microbatches += [Microbatch(b, True) for b in self._batches(idle, trained=False)]
@@ -216,9 +217,11 @@ class Learner:
     def _optimizer_step(self, part: Part, may_stop: bool, on_progress: Callable[[int, int], None]) -> UpdateResult:
         train_draft = part.trains_draft
         # A gate's counts are known only after every policy forward, and extra steps come back to the taps: keep them.
-        draft_counts_K = self._draft_counts([m.batch for m in part.microbatches]) if train_draft else None
-        keep = train_draft and (self.config.draft.extra_steps > 0 or draft_counts_K is None)
-        stored: list[DraftInputs] = []
+        draft_counts_K = None
+        if train_draft and not self.config.draft.extra_steps:
+            draft_counts_K = self._draft_counts([m.batch for m in part.microbatches])
+        keep = train_draft and draft_counts_K is None
+        stored: list[tuple[DraftInputs, Any]] = []
         sums, maxima, draft_sums = {}, {}, {}
         for microbatch in part.microbatches:
             if may_stop and self.stop:
@@ -228,9 +231,9 @@ class Learner:
             inputs = self._policy_pass(microbatch, part.counts, train_draft, sums, maxima)
             since = self.clock.lap("policy", since)
             if keep:
-                stored.append(inputs)
+                stored.append((inputs, self._draft_targets(inputs)))
             elif train_draft:
-                _add(draft_sums, self._draft_pass(inputs, draft_counts_K))
+                _add(draft_sums, self._draft_pass(inputs, self._draft_targets(inputs), draft_counts_K))
                 self.clock.lap("draft", since)
             self.done += 1
             on_progress(self.done, self.total)
@@ -308,13 +311,12 @@ class Learner:
         zero = torch.zeros(self.draft.num_passes, dtype=torch.int64, device=self.policy.head_weight.device)
         return self.ranks.sum(sum(counts, zero))
 
-    def _draft_passes(self, stored: list[DraftInputs]) -> dict[str, Tensor]:
-        """The draft's gradients on stored inputs, whose counts are taken first."""
-        targets = [self._draft_targets(inputs) for inputs in stored]
-        counts_K = self._sum_counts(t.counts_K for t in targets)
+    def _draft_passes(self, stored: list[tuple[DraftInputs, Any]]) -> dict[str, Tensor]:
+        """The draft's gradients on stored inputs and their targets."""
+        counts_K = self._sum_counts(targets.counts_K for _, targets in stored)
         sums: dict[str, Tensor] = {}
-        for inputs, target in zip(stored, targets):
-            _add(sums, self._draft_pass(inputs, counts_K, target))
+        for inputs, targets in stored:
+            _add(sums, self._draft_pass(inputs, targets, counts_K))
         return sums
 
     def _draft_targets(self, inputs: DraftInputs) -> Any:
@@ -328,7 +330,7 @@ class Learner:
             chunk_rows=self.config.train.logprob_chunk_rows,
         )
 
-    def _draft_pass(self, inputs: DraftInputs, counts_K: Tensor, targets: Any = None) -> dict[str, Tensor]:
+    def _draft_pass(self, inputs: DraftInputs, targets: Any, counts_K: Tensor) -> dict[str, Tensor]:
         """Unroll, distillation and backward of one microbatch."""
         nan = {"loss": torch.tensor(torch.nan, dtype=torch.float64)}
         if self.ranks.cp_size > 1 and not self.ranks.all_finite(inputs.hidden_TE):
@@ -337,7 +339,7 @@ class Learner:
         try:
             out: DistillOutput = self.draft.loss(
                 student,
-                targets or self._draft_targets(inputs),
+                targets,
                 self.policy.head_weight,
                 counts_K,
                 sampling_temperature=self.config.rollout.sampling.temperature,
@@ -351,7 +353,7 @@ class Learner:
     # ---- the step of both ---------------------------------------------------------------------------------------
 
     def _step_both(
-        self, part: Part, stored: list[DraftInputs], sums: dict, maxima: dict, draft_sums: dict
+        self, part: Part, stored: list[tuple[DraftInputs, Any]], sums: dict, maxima: dict, draft_sums: dict
     ) -> UpdateResult:
         """Sum over ranks, clip, look for NaN; step the draft (with its extra steps), then the policy, whose head it reads."""
         since = time.perf_counter()

@@ -122,12 +122,6 @@ class Ranks:
             dist.all_reduce(x)
         return x
 
-    def broadcast(self, module: nn.Module) -> None:
-        """Rank 0's weights for everyone."""
-        if self.world > 1:
-            for tensor in module.state_dict().values():
-                dist.broadcast(tensor, src=0)
-
     def rows_of_pack(self, x_T: Tensor, layout: PackedZigzag) -> Tensor:
         """This rank's rows of a per-token tensor -> those of the whole pack, without padding; differentiable."""
         if self.cp_size == 1:

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from torchspec.config import Config
-from torchspec.config_file import config_from_toml, getattr_dotted, setting_names, write_atomically
+from torchspec.config_file import config_from_toml, getattr_dotted, setting_names
+from torchspec.files import write_atomically
 from torchspec.metrics import read_rows
 
 Rows = Sequence[Mapping[str, Any]]

@@ -150,7 +150,7 @@ def _checkpoints(folder: Path) -> list[str]:
 def _settings_written(folder: Path, text: str) -> Iterator[None]:
     """config.toml says what the newest checkpoint was made with: a resume that fails before it has made one
     of its own puts the earlier file back, so that the run can still be exported."""
-    from torchspec.config_file import write_atomically
+    from torchspec.files import write_atomically
 
     path = folder / "config.toml"
     earlier = path.read_text(encoding="utf-8") if path.exists() else None

@@ -125,7 +125,10 @@ class CoTrainer:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.environment = build_environment(config.environment, seed=config.seed)
         self.tokenizer = load_tokenizer(config.environment, config.policy.path)
-        self.sampling = resolve_sampling(config, config.rollout.sampling, self.tokenizer, config.policy.path)
+        self.sampling, self.eval_sampling = (
+            resolve_sampling(config, sampling, self.tokenizer, config.policy.path)
+            for sampling in (config.rollout.sampling, config.eval.sampling)
+        )
         room = config.rollout.max_model_len - self.sampling.max_tokens - config.rollout.num_speculative_tokens - 1
         self.prompts = PromptStream(self.environment, self.tokenizer, config.environment.system_prompt, room)
         self.policy = self.build_policy()
@@ -314,13 +317,8 @@ class CoTrainer:
             raise error if isinstance(error, Interrupted) else Interrupted("stopped by another rank")
         ranks.agree(error)
         shares = ranks.gather(found)
-        by_prompt: dict[int, list[Sample]] = {}
-        for rank, share in enumerate(shares):
-            for position, sample in zip(
-                [i for i in range(rank, len(seeds), ranks.world) for _ in seeds[i]], share[0], strict=True
-            ):
-                by_prompt.setdefault(position, []).append(sample)
-        ordered = [sample for i in range(len(seeds)) for sample in by_prompt.get(i, [])]
+        by_rank = [iter(share[0]) for share in shares]  # prompt i was rank i % world's
+        ordered = [next(by_rank[i % ranks.world]) for i, row in enumerate(seeds) for _ in row]
         stats = sum_stats([share[1] for share in shares])
         return ordered, stats, sum(s[2] for s in shares), max(s[3] for s in shares), max(s[4] for s in shares)
 
@@ -371,8 +369,7 @@ class CoTrainer:
         if not count:
             return {}
         prompts = [self.prompts.encode(i, "eval") for i in range(count)]
-        sampling = resolve_sampling(config, config.eval.sampling, self.tokenizer, config.policy.path)
-        samples, stats, *_ = self.sample_and_score("eval", prompts, eval_seeds(config.seed, count), sampling)
+        samples, stats, *_ = self.sample_and_score("eval", prompts, eval_seeds(config.seed, count), self.eval_sampling)
         result = {"eval/reward": sum(s.reward for s in samples) / count}
         if stats.drafts:
             result["eval/accept_len"] = spec_metrics(stats)["spec/accept_len"]
@@ -412,7 +409,6 @@ class CoTrainer:
         return {
             "step": self.step,
             "cursor": self.prompts.cursor,
-            "skipped_prompts": self.prompts.skipped,
             "skipped_in_a_row": self.skipped_in_a_row,
             "skipped_steps": self.skipped_steps,
             "learner": self.learner.state_dict(),
@@ -422,7 +418,6 @@ class CoTrainer:
         """Take back what ``state_dict`` gave."""
         self.step = state["step"]
         self.prompts.cursor = state["cursor"]
-        self.prompts.skipped = state["skipped_prompts"]
         self.skipped_in_a_row = state["skipped_in_a_row"]
         self.skipped_steps = state["skipped_steps"]
         self.learner.load_state_dict(state["learner"])

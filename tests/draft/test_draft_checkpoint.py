@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 
 import pytest
@@ -10,7 +11,6 @@ import torch
 from draft_oracle import policy_shape, random_draft
 from safetensors.torch import load_file, save_file
 
-from torchspec.draft import folder as draft_folder
 from torchspec.draft.base import build_draft
 from torchspec.draft.config import DraftConfig
 from torchspec.draft.eagle3 import Eagle3Draft
@@ -238,9 +238,9 @@ def test_a_failed_save_keeps_the_old_draft(tmp_path, monkeypatch):
     def full_disk(*args):
         raise OSError(28, "No space left on device")
 
-    for step in ("_sync", "_replace_folder"):
+    for step in ("fsync", "rename"):
         with monkeypatch.context() as patch:
-            patch.setattr(draft_folder, step, full_disk)
+            patch.setattr(os, step, full_disk)
             with pytest.raises(RunError, match="could not be saved to .*No space left"):
                 random_draft(2, dtype=torch.float32).save(path)
         assert {file.name: file.read_bytes() for file in path.iterdir()} == before

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import resource
 import shutil
 
@@ -14,7 +15,6 @@ from policy_oracle import SCALINGS, hf_model, pack, policy_of
 from safetensors.torch import load_file, save_file
 
 from torchspec.errors import ConfigError, RunError
-from torchspec.policy import hf as policy_hf
 from torchspec.policy.config import PolicyConfig
 from torchspec.policy.hf import INDEX, WEIGHTS, load_hf_config, save_policy
 from torchspec.policy.titan import build_policy
@@ -178,14 +178,14 @@ def test_a_disk_without_room_leaves_the_earlier_folder(tmp_path, folder):
 def test_a_rename_that_fails_puts_the_earlier_folder_back(tmp_path, folder, monkeypatch):
     policy = load(folder)
     save_policy(policy, tmp_path / "policy")
-    before, rename = files_of(tmp_path / "policy"), policy_hf.os.rename
+    before, rename = files_of(tmp_path / "policy"), os.rename
 
     def failing(source, target):
         if ".new-" in str(source):
             raise OSError(5, "Input/output error")
         rename(source, target)
 
-    monkeypatch.setattr(policy_hf.os, "rename", failing)
+    monkeypatch.setattr(os, "rename", failing)
     with pytest.raises(RunError, match="Input/output error"):
         save_policy(policy, tmp_path / "policy")
     assert files_of(tmp_path / "policy") == before

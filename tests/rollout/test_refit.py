@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from tiny_models import change, draft_for, hf_logprobs, hf_weights, make_policy, read_draft, write_draft
@@ -204,7 +205,6 @@ def test_a_prefix_cache_that_stays_is_an_error(running, monkeypatch):
 
 
 def test_memory_does_not_grow_with_refits(running):
-    psutil = pytest.importorskip("psutil")
     engine, old, new, _, _ = running
     process = psutil.Process()
     sizes = []

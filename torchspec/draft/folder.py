@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torchspec.errors import ConfigError, RunError
+from torchspec.files import replacing_folder
 
 WEIGHTS_NAME = "model.safetensors"
 
@@ -35,20 +33,13 @@ def write_model_folder(
     folder = Path(folder)
     stored = {name: _storable(tensor, dtype) for name, tensor in weights}
     text = json.dumps({**config, "torch_dtype": str(dtype).removeprefix("torch.")}, indent=2) + "\n"
-    temporary: Path | None = None
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.new-", dir=folder.parent))
-        temporary.chmod(0o755)
-        save_file(stored, temporary / WEIGHTS_NAME, metadata={"format": "pt"})
-        (temporary / "config.json").write_text(text)
-        for path in (temporary / WEIGHTS_NAME, temporary / "config.json"):
-            path.chmod(0o644)
-            _sync(path)
-        _replace_folder(temporary, folder)
+        with replacing_folder(folder) as new:
+            save_file(stored, new / WEIGHTS_NAME, metadata={"format": "pt"})
+            (new / "config.json").write_text(text)
+            for path in new.iterdir():
+                path.chmod(0o644)
     except (OSError, SafetensorError) as error:
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
         raise RunError(
             f"The draft could not be saved to {folder}: {error}. What was there before is untouched; "
             "free space or choose another folder, and save again."
@@ -58,30 +49,6 @@ def write_model_folder(
 def _storable(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     tensor = tensor.detach().cpu()
     return (tensor.to(dtype) if tensor.is_floating_point() else tensor).contiguous().clone()
-
-
-def _sync(path: Path) -> None:
-    """Flush a file or a folder's entries to the disk: no power cut leaves a renamed but empty file."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _replace_folder(new: Path, folder: Path) -> None:
-    """Rename ``new`` to ``folder``. A rename cannot replace a full folder: the old one steps aside first."""
-    old = new.with_name(new.name.replace(".new-", ".old-"))
-    if folder.exists():
-        os.rename(folder, old)
-    try:
-        os.rename(new, folder)
-    except OSError:
-        if old.exists():
-            os.rename(old, folder)
-        raise
-    _sync(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
-import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,7 @@ from typing import Any
 import torch
 
 from torchspec.errors import ConfigError, RunError
+from torchspec.files import replacing_folder
 from torchspec.policy.model import Policy
 from torchspec.policy.shape import PolicyShape, hf_config, shape_from_hf
 
@@ -200,7 +198,7 @@ def save_policy(
 
     folder = Path(folder)
     try:
-        with _replacing(folder) as new:
+        with replacing_folder(folder) as new:
             _write_configs(policy, new, tokenizer, dtype)
             _write_tokenizer(tokenizer, new)
             _write_weights(policy, new, dtype, shard_bytes)
@@ -266,38 +264,3 @@ def _write_weights(policy: Policy, new: Path, dtype: torch.dtype, shard_bytes: i
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-@contextlib.contextmanager
-def _replacing(folder: Path) -> Iterator[Path]:
-    """A new folder beside ``folder`` that takes its place when the body succeeds and vanishes when it fails.
-
-    A rename cannot replace a folder that has files, so the old one steps aside first; it is put back if that
-    fails.
-    """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    new = Path(tempfile.mkdtemp(prefix=f".{folder.name}.new-", dir=folder.parent))
-    old = new.with_name(new.name.replace(".new-", ".old-"))
-    try:
-        yield new
-        new.chmod(0o755)
-        for path in (*sorted(new.iterdir()), new):
-            _fsync(path)
-        if folder.exists():
-            os.rename(folder, old)
-        os.rename(new, folder)
-        _fsync(folder.parent)
-    except BaseException:
-        if old.exists() and not folder.exists():
-            os.rename(old, folder)
-        shutil.rmtree(new, ignore_errors=True)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
