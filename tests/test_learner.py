@@ -132,6 +132,18 @@ def test_draft_every_and_extra_steps_are_counted():
     assert learner.policy_optimizer.num_steps == 2
 
 
+def test_nan_in_an_extra_step_does_not_reach_the_weights():
+    config = make_config()
+    config = dataclasses.replace(config, draft=dataclasses.replace(config.draft, extra_steps=2))
+    learner = make_learner(config)
+    norms = iter([learner.draft_optimizer.clip, lambda: torch.tensor(torch.nan)])
+    learner.draft_optimizer.clip = lambda: next(norms)()
+    result = learner.update(make_samples(7), 1, lambda done, total: None)
+    assert learner.draft_optimizer.num_steps == 1 and result.metrics["draft/extra_steps_stopped"] == 1
+    assert not result.skipped and learner.policy_optimizer.num_steps == 1
+    assert all(p.grad is None for p in learner.draft.parameters())
+
+
 def test_several_updates_use_old_logprobs_from_before_the_first():
     config = make_config(rl=RLConfig(prompts_per_step=4, samples_per_prompt=2, updates_per_rollout=2))
     learner = make_learner(config)

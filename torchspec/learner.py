@@ -382,7 +382,11 @@ class Learner:
             for _ in range(self.config.draft.extra_steps):
                 self._draft_passes(stored)
                 self.ranks.sum_gradients(self.draft)
-                self.draft_optimizer.clip()
+                if not torch.isfinite(self.draft_optimizer.clip()):
+                    # The joint step stands; the draft stops here, and its next loss tells whether it is sound.
+                    self.draft_optimizer.zero_grad()
+                    metrics["draft/extra_steps_stopped"] = 1
+                    break
                 self.draft_optimizer.step()
             since = self.clock.lap("draft", since)
         if part.trains_policy:
