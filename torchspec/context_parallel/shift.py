@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from torchspec.context_parallel.transport import gathered_rows
+
 
 @dataclass(frozen=True)
 class ShiftPlan:
@@ -41,21 +43,6 @@ class ShiftPlan:
         return ShiftPlan(*rows, self.send_counts, receive, self.receive_counts, self.idle)
 
 
-def holders(padded_lengths: Tensor, cp_size: int) -> tuple[Tensor, Tensor]:
-    """(rank, row on that rank) of every row of the padded pack, each int64 [sum(padded_lengths)]."""
-    rank, row = [], []
-    start = 0
-    for length in padded_lengths.tolist():
-        n = length // (2 * cp_size)
-        inside = torch.arange(length)
-        chunk = inside // n
-        back = chunk >= cp_size
-        rank.append(torch.where(back, 2 * cp_size - 1 - chunk, chunk))
-        row.append(start // cp_size + back * n + inside % n)
-        start += length
-    return torch.cat(rank), torch.cat(row)
-
-
 @lru_cache(maxsize=64)
 def plan_shift(
     doc_lengths: tuple[int, ...], n: int, cp_size: int, cp_rank: int, device: torch.device
@@ -63,7 +50,9 @@ def plan_shift(
     """Who sends which rows to whom so that row t receives the row n later in its document."""
     real = torch.tensor(doc_lengths)
     padded = (real + 2 * cp_size - 1) // (2 * cp_size) * (2 * cp_size)
-    rank, row = holders(padded, cp_size)
+    borders = torch.nn.functional.pad(padded.cumsum(0), (1, 0))
+    held = gathered_rows(borders, int(borders[-1]), cp_size)
+    rank, row = held // (len(held) // cp_size), held % (len(held) // cp_size)
     starts = torch.repeat_interleave(padded.cumsum(0) - padded, padded)
     position = torch.arange(len(rank)) - starts
     to = (position + n < torch.repeat_interleave(real, padded)).nonzero().squeeze(1)
