@@ -1,97 +1,15 @@
-"""Helpers of the pipeline tests: spawned ranks with a hard end, and a small policy and draft cut into
-stages."""
+"""Helpers of the pipeline tests: a small policy and draft cut into stages."""
 
 from __future__ import annotations
 
-import multiprocessing
-import socket
-import sys
-import tempfile
-import time
-import traceback
-from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
-from typing import Any
-
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
+from gloo_ranks import run_ranks  # noqa: F401  the tests' name for it
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 VOCAB, WIDTH, LAYERS, ROWS = 23, 16, 8, 12
 TAPS = (0, 2, 5, LAYERS)  # embeddings, two borders or middles of stages, after the last layer
-
-
-def run_ranks(
-    worker: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0
-) -> list[dict]:
-    """Run ``worker(rank, *args)`` on gloo ranks. Per rank: {"exitcode", "seconds", "result" or "error"}.
-
-    Ranks that are alive after ``timeout_s`` are killed (exitcode -9). No process is left when this returns.
-    """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    # The store lives in this process, so that no rank's death takes it away.
-    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    with tempfile.TemporaryDirectory() as folder:
-        # One clean process imports torch once; every rank is forked from it (much quicker than spawning).
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(
-            ["torch.distributed.pipelining", "torchspec.pipeline.stage", "torch._dynamo"]
-        )
-        ranks = [
-            context.Process(
-                target=_rank_main, args=(worker, rank, world_size, port, folder, args), daemon=True
-            )
-            for rank in range(world_size)
-        ]
-        for process in ranks:
-            process.start()
-        end = time.monotonic() + timeout_s
-        for process in ranks:
-            process.join(max(0.0, end - time.monotonic()))
-        for process in ranks:
-            if process.is_alive():
-                process.kill()
-                process.join()
-        del store
-        return [_outcome(process, Path(folder) / f"{rank}.pt") for rank, process in enumerate(ranks)]
-
-
-def _outcome(process: Any, file: Path) -> dict:
-    found = torch.load(file, weights_only=False) if file.exists() else {}
-    return {"exitcode": process.exitcode} | found
-
-
-def _rank_main(
-    worker: Callable[..., Any], rank: int, world_size: int, port: int, folder: str, args: tuple
-) -> None:
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
-    )
-    dist.barrier()
-    start = time.monotonic()
-    file = Path(folder) / f"{rank}.pt"
-    try:
-        outcome = {"result": worker(rank, *args), "seconds": time.monotonic() - start}
-    except BaseException as error:
-        torch.save(
-            {
-                "error": (type(error).__name__, str(error)),
-                "seconds": time.monotonic() - start,
-                "trace": traceback.format_exc(),
-            },
-            file,
-        )
-        sys.exit(1)
-    torch.save(outcome, file)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def cut(num_stages: int) -> list[tuple[int, int]]:
