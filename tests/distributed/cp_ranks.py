@@ -1,4 +1,4 @@
-"""Ranks for the context-parallel tests: spawned gloo processes with deadlines, and what they compute.
+"""Ranks for the context-parallel tests: what they compute.
 
 Every worker returns plain data (tensors, numbers); the comparison with the one-rank fp64 oracle happens in
 the test.
@@ -6,16 +6,10 @@ the test.
 
 from __future__ import annotations
 
-import datetime
-import os
-import tempfile
-import traceback
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from gloo_ranks import results_of
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchspec.attention.oracle import dense_branch_attention
@@ -26,46 +20,15 @@ from torchspec.context_parallel.wire import WireCounter
 LENGTHS = [13, 1, 22]
 """Ragged: one document of a single token, one longer than half the pack."""
 GROUPS, DIM, PASSES = 2, 8, 3
-GROUP_TIMEOUT = datetime.timedelta(seconds=60)
 
 
-def _child(rank: int, world: int, folder: str, function: Callable, args: tuple) -> None:
-    torch.set_num_threads(1)
-    try:
-        store = f"file://{folder}/store"
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=GROUP_TIMEOUT)
-        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
-        torch.save(function(mesh, *args), f"{folder}/result{rank}")
-        dist.barrier()
-        dist.destroy_process_group()
-    except BaseException:
-        Path(f"{folder}/error{rank}").write_text(traceback.format_exc())
-        os._exit(1)  # a peer may be waiting for this rank: its own timeout ends it
+def _on_mesh(rank: int, world: int, function: Callable, args: tuple):
+    return function(init_device_mesh("cpu", (world,), mesh_dim_names=("cp",)), *args)
 
 
-def run_ranks(world: int, function: Callable, *args, deadline_s: float = 500.0) -> list:
+def run_ranks(world: int, function: Callable, *args) -> list:
     """``function(mesh, *args)`` on ``world`` gloo ranks: their results in rank order."""
-    with tempfile.TemporaryDirectory() as folder:
-        context = mp.get_context("spawn")
-        children = [
-            context.Process(target=_child, args=(rank, world, folder, function, args))
-            for rank in range(world)
-        ]
-        for child in children:
-            child.start()
-        end = datetime.datetime.now() + datetime.timedelta(seconds=deadline_s)
-        for child in children:
-            child.join(max(0.0, (end - datetime.datetime.now()).total_seconds()))
-        late = [rank for rank, child in enumerate(children) if child.is_alive()]
-        for rank in late:
-            children[rank].kill()
-            children[rank].join(10)
-        errors = [path.read_text() for path in sorted(Path(folder).glob("error*"))]
-        if errors or late:
-            raise RuntimeError(
-                f"ranks {late} passed the deadline of {deadline_s} s; errors:\n" + "\n".join(errors)
-            )
-        return [torch.load(f"{folder}/result{rank}") for rank in range(world)]
+    return results_of(_on_mesh, world, world, function, args)
 
 
 class DenseTrunk:
@@ -90,11 +53,11 @@ class DenseTrunk:
         )[0]
 
 
-def leaves(ratio: int, passes: int = PASSES, seed: int = 0) -> list[list[torch.Tensor]]:
+def leaves(ratio: int, passes: int = PASSES, seed: int = 0, lengths=LENGTHS) -> list[list[torch.Tensor]]:
     """Per pass: q, k, v and the weight of its output, fp64, for the real pack."""
     generator = torch.Generator().manual_seed(seed + ratio)
     heads = (GROUPS * ratio, GROUPS, GROUPS, GROUPS * ratio)
-    rows = sum(LENGTHS)
+    rows = sum(lengths)
     return [
         [torch.randn(rows, h, DIM, generator=generator, dtype=torch.float64) for h in heads]
         for _ in range(passes)
@@ -261,14 +224,23 @@ def far_away(mesh: DeviceMesh) -> dict:
     return found
 
 
-def bf16(mesh: DeviceMesh) -> dict:
-    """Outputs and gradients in bf16, one pass and K passes."""
-    layout = PackedZigzag(LENGTHS, cp_mesh=mesh)
-    return {k: unroll(Trunk(layout), shards(layout, leaves(3, k), torch.bfloat16)) for k in (1, PASSES)}
+BF16_LENGTHS = [61, 1, 130]
+"""Rows enough that an error by norm is the same for every draw, to a few hundredths."""
 
 
-def everything(mesh: DeviceMesh) -> dict:
-    functions = [exactness, shifting, wire, saved, far_away, bf16]
+def bf16(mesh: DeviceMesh, seed: int) -> dict:
+    """Outputs and gradients in bf16 of one policy layer and of K passes, for each transport."""
+    found = {}
+    for transport in ("gather", "ring"):
+        layout = PackedZigzag(BF16_LENGTHS, cp_mesh=mesh, trunk_transport=transport)
+        passes = shards(layout, leaves(3, seed=seed, lengths=BF16_LENGTHS), torch.bfloat16)
+        found[("draft", transport)] = unroll(Trunk(layout), passes)
+        found[("policy", transport)] = policy_layer(layout, 0, *passes[0])
+    return found
+
+
+def everything(mesh: DeviceMesh, seed: int) -> dict:
+    functions = [exactness, shifting, wire, saved, far_away]
     if mesh.size() == 4:  # the smallest C at which ranks differ in kind: first, last and between
         functions.append(compiled)
-    return {function.__name__: function(mesh) for function in functions}
+    return {function.__name__: function(mesh) for function in functions} | {"bf16": bf16(mesh, seed)}
