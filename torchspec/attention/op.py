@@ -87,26 +87,12 @@ def augment_for_lse_gradient(do, dlse, q, k0, v0, out):
 
 
 @torch.library.custom_op("torchspec::branch_attention_backward", mutates_args=(), schema=_BACKWARD_SCHEMA)
-def branch_attention_backward_op(
-    do,
-    dlse,
-    q,
-    k0,
-    v0,
-    kb,
-    vb,
-    out,
-    lse,
-    wide,
-    cu_seqlens,
-    max_seqlen,
-    scale,
-    window,
-    cp_size,
-    cp_rank,
-    transport,
-):
-    """(dq, dk0, dv0, dkb, dvb) from the joint (out, lse); ``wide``: all but dq in fp32 (fp64)."""
+def branch_attention_backward_op(do, dlse, q, k0, v0, kb, vb, out, lse, wide, *where):
+    """(dq, dk0, dv0, dkb, dvb) from the joint (out, lse); ``wide``: all but dq in fp32 (fp64).
+
+    ``where``: the arguments of the forward that are not q, keys or values (``_COMMON``), in its order.
+    """
+    cu_seqlens, max_seqlen, scale, window, cp_size, cp_rank, _ = where
     view = TrunkView(cu_seqlens, max_seqlen, window, cp_size, cp_rank)
     do, dim = do.contiguous(), q.shape[-1]
     dq_branch, dkb, dvb = branch_backward(do, dlse, q, out, lse, kb, vb, scale)
@@ -128,25 +114,7 @@ def branch_attention_backward_op(
 
 
 @branch_attention_backward_op.register_fake
-def _(
-    do,
-    dlse,
-    q,
-    k0,
-    v0,
-    kb,
-    vb,
-    out,
-    lse,
-    wide,
-    cu_seqlens,
-    max_seqlen,
-    scale,
-    window,
-    cp_size,
-    cp_rank,
-    transport,
-):
+def _(do, dlse, q, k0, v0, kb, vb, out, lse, wide, *where):
     dtype = accumulation_dtype(q.dtype) if wide else q.dtype
     like = lambda x: x.new_empty(x.shape, dtype=dtype)  # noqa: E731
     return q.new_empty(q.shape), like(k0), like(v0), [like(x) for x in kb], [like(x) for x in vb]

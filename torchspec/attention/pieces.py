@@ -33,7 +33,7 @@ def trunk_piece(q, k, v, cu_seqlens, max_seqlen, scale, window, cp_size, q_rank,
 
 
 @trunk_piece.register_fake
-def _(q, k, v, cu_seqlens, max_seqlen, scale, window, cp_size, q_rank, k_rank):
+def _(q, k, v, *_where):
     dtype = accumulation_dtype(q.dtype)
     return q.new_empty(q.shape, dtype=dtype), q.new_empty(q.shape[:2], dtype=dtype)
 
@@ -44,9 +44,7 @@ def _(q, k, v, cu_seqlens, max_seqlen, scale, window, cp_size, q_rank, k_rank):
     schema=f"(Tensor do, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_VIEW})"
     " -> (Tensor, Tensor, Tensor)",
 )
-def trunk_piece_backward(
-    do, q, k, v, out, lse, cu_seqlens, max_seqlen, scale, window, cp_size, q_rank, k_rank
-):
+def trunk_piece_backward(do, q, k, v, out, lse, cu_seqlens, max_seqlen, scale, window, cp_size, q_rank, k_rank):
     """(dq, dk, dv) of that piece from the joint (out, lse), in the accumulation dtype."""
     view = TrunkView(cu_seqlens, max_seqlen, window, cp_size, q_rank, k_rank)
     grads = kernel_for(q).trunk_backward(do.contiguous(), q, k, v, out, lse, view, scale)
@@ -54,6 +52,6 @@ def trunk_piece_backward(
 
 
 @trunk_piece_backward.register_fake
-def _(do, q, k, v, out, lse, cu_seqlens, max_seqlen, scale, window, cp_size, q_rank, k_rank):
+def _(do, q, k, v, *_rest):
     dtype = accumulation_dtype(q.dtype)
     return tuple(x.new_empty(x.shape, dtype=dtype) for x in (q, k, v))

@@ -132,7 +132,7 @@ def _check_documents(cu_seqlens: Tensor, rows: int, size: int) -> None:
 
 
 def _forward_handler(op_call, args, kwargs):
-    (q, k0, v0, kb, vb, _carriers, cu_seqlens, max_seqlen, scale, window, _size, _rank, transport) = args
+    q, k0, v0, kb, vb, _carriers, cu_seqlens, max_seqlen, scale, window, *_, transport = args
     _check_transport(transport)
     place = place_of(q, k0, [v0, *kb, *vb])
     ring, cu_seqlens = place.ring, _local(cu_seqlens)
@@ -154,25 +154,7 @@ def _forward_handler(op_call, args, kwargs):
 
 
 def _backward_handler(op_call, args, kwargs):
-    (
-        do,
-        dlse,
-        q,
-        k0,
-        v0,
-        kb,
-        vb,
-        out,
-        lse,
-        wide,
-        cu_seqlens,
-        max_seqlen,
-        scale,
-        window,
-        _size,
-        _rank,
-        transport,
-    ) = args
+    do, dlse, q, k0, v0, kb, vb, out, lse, wide, cu_seqlens, max_seqlen, scale, window, *_, transport = args
     _check_transport(transport)
     place = place_of(q, k0, [v0, *kb, *vb, do, out, lse, *([] if dlse is None else [dlse])])
     ring, cu_seqlens, dtype = place.ring, _local(cu_seqlens), q.dtype

@@ -103,21 +103,12 @@ def ring_forward(
     The next shard is on its way while this one is computed; merges stay in fp32 (fp64).
     """
     kv, dim = torch.cat([k0, v0], dim=-1), k0.shape[-1]
+    where = (cu_seqlens, max_seqlen, scale, window, ring.size, ring.rank)
     out = lse = None
     for step in range(ring.size):
         last = step == ring.size - 1
         arriving = None if last else start_send_to_next(kv, ring.rank, ring.size, ring.group)
-        o, s = torch.ops.torchspec.trunk_piece(
-            q,
-            *kv.split(dim, dim=-1),
-            cu_seqlens,
-            max_seqlen,
-            scale,
-            window,
-            ring.size,
-            ring.rank,
-            (ring.rank - step) % ring.size,
-        )
+        o, s = torch.ops.torchspec.trunk_piece(q, *kv.split(dim, dim=-1), *where, (ring.rank - step) % ring.size)
         out, lse = (o, s) if out is None else merge(out, lse, o, s)
         if not last:
             kv = wait(arriving)
@@ -137,7 +128,7 @@ def ring_backward(
     dim = q.shape[-1]
     if dlse is not None:
         do, q, k0, v0, out = augment_for_lse_gradient(do, dlse, q, k0, v0, out)
-    wide = k0.shape[-1]
+    wide, where = k0.shape[-1], (cu_seqlens, max_seqlen, scale, window, ring.size, ring.rank)
     kv = torch.cat([k0[..., :dim], v0[..., :dim]], dim=-1)
     dq, travelling = dq_branch, None
     for step in range(ring.size):
@@ -147,19 +138,7 @@ def ring_backward(
         if wide != dim:  # the columns that carry the gradient of lse are constants: they are not sent
             k, v = (torch.cat([x, y[..., dim:]], dim=-1) for x, y in ((k, k0), (v, v0)))
         dq_step, dk, dv = torch.ops.torchspec.trunk_piece_backward(
-            do,
-            q,
-            k.contiguous(),
-            v.contiguous(),
-            out,
-            lse,
-            cu_seqlens,
-            max_seqlen,
-            scale,
-            window,
-            ring.size,
-            ring.rank,
-            (ring.rank - step) % ring.size,
+            do, q, k.contiguous(), v.contiguous(), out, lse, *where, (ring.rank - step) % ring.size
         )
         dkv = torch.cat([dk[..., :dim], dv[..., :dim]], dim=-1)
         if travelling is not None:
