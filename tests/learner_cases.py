@@ -16,6 +16,7 @@ from torchspec.learner import Learner
 from torchspec.losses.config import RLConfig
 from torchspec.optim.config import OptimizerConfig
 from torchspec.policy.config import PolicyConfig
+from torchspec.policy.run import WholePolicy
 from torchspec.policy.titan import build_policy
 from torchspec.rollout.engine import Completion, Request
 
@@ -33,14 +34,14 @@ def make_config(**changes) -> Config:
     return dataclasses.replace(Config(policy=policy, draft=draft, train=train, rl=rl), **changes)
 
 
-def make_learner(config: Config, seed: int = 0, stop=False) -> Learner:
+def make_learner(config: Config, seed: int = 0, stop=False, ranks=None) -> Learner:
     policy = build_policy(config.policy, vocab_size=VOCAB, seed=seed, device="cpu")
     draft = None
     if config.draft.enabled:
         draft = build_draft(config.draft, policy.shape, seed=seed)
-        draft.init_from_policy(policy.head_weight, policy.embed_weight)
-    reference = copy.deepcopy(policy).requires_grad_(False) if config.rl.kl_coef else None
-    return Learner(config, policy, draft, reference, stop)
+        draft.init_from_policy(policy.head_weight, policy.embed_weight, torch.arange(VOCAB))
+    reference = WholePolicy(copy.deepcopy(policy).requires_grad_(False)) if config.rl.kl_coef else None
+    return Learner(config, WholePolicy(policy), draft, reference, stop, ranks)
 
 
 def make_samples(seed: int, count: int = 8, live=lambda i: True) -> list[Sample]:

@@ -19,12 +19,12 @@ BELOW = {
     "pipeline": {"attention", "context_parallel"},
     "losses": {"attention", "context_parallel"},
     "optim": {"context_parallel"},
-    "policy": {"attention", "context_parallel", "optim"},
+    "policy": {"attention", "context_parallel", "optim", "pipeline"},
     "draft": {"attention", "context_parallel", "losses", "optim", "policy"},
     "data": {"attention", "context_parallel"},
     "rollout": set(),
 }
-EVERYWHERE = {"config", "errors", "files", "plugins", "rope", "validation"}
+EVERYWHERE = {"config", "errors", "files", "plugins", "ranks", "rope", "validation"}
 
 
 def imported_rooms(path: Path) -> set[str]:

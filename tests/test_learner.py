@@ -12,6 +12,7 @@ from learner_cases import make_config, make_learner, make_samples
 from torchspec.errors import Interrupted
 from torchspec.losses.config import RLConfig
 
+
 def gradients_of_first_step(config, samples):
     """The gradients that the optimizers would have used (they are told not to move)."""
     learner = make_learner(config)

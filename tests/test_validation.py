@@ -116,8 +116,9 @@ def test_no_number_is_left_unchecked():
 
 @pytest.mark.parametrize("name", [*AT_LEAST, *ABOVE_ZERO])
 def test_every_number_has_its_floor(name):
-    with pytest.raises(ConfigError, match=name.replace(".", r"\.") + " = -1"):
-        check(f"{name} = -1")
+    below = AT_LEAST.get(name, 0) - 1
+    with pytest.raises(ConfigError, match=name.replace(".", r"\.") + f" = {below}"):
+        check(f"{name} = {below}")
 
 
 @pytest.mark.parametrize("name", SHARES)
@@ -138,6 +139,24 @@ def test_ranks_must_fit_the_context_parallel_degree_and_the_prompts(monkeypatch)
     check("[parallelism]\ncontext_parallel_degree = 2")
     with pytest.raises(ConfigError, match="prompts_per_step = 2 is less than the 4 ranks"):
         check("[rl]\nprompts_per_step = 2")
+
+
+@pytest.mark.parametrize(
+    "table, sentence",
+    [
+        ("ranks = 2", "pipeline.ranks = 2 times parallelism.context_parallel_degree = 1 does not divide the 3 rank"),
+        ("ranks = 3\nstages_per_rank = 2", "pipeline.stages_per_rank = 2: 1F1B takes one stage a rank"),
+        ("ranks = 3\nlayers = [2, 2]", r"layers = \[2, 2\] must give at least one layer to each of the 3 stages"),
+        ("ranks = 3\nlayers = [1, 1, 1]", r"layers = \[1, 1, 1\] add up to 3, and policy.num_layers = 4"),
+        ('ranks = 3\nschedule = "ZBVZeroBubble"', "policy.num_layers = 4 cannot be cut into the 6 stages"),
+        ("ranks = 3\n[draft]\nstage = 3", "draft.stage = 3: the pipeline has the stages 0 to 2"),
+        ("ranks = 3\n[draft]\nstage = 1", "draft.schedule = 'inline': the teacher's rows come from stage 2"),
+    ],
+)
+def test_a_pipeline_must_fit(monkeypatch, table, sentence):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ConfigError, match=sentence):
+        check(f"[pipeline]\n{table}\n[policy]\nnum_layers = 4")
 
 
 @pytest.mark.parametrize("table", ["rollout", "eval"])

@@ -38,9 +38,10 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from torchspec.pipeline.schedule import SCHEDULES, rank_of_stages, schedule_table
 from torchspec.pipeline.simulate import costs_from, simulate
-from torchspec.pipeline.stage import CoTrainPipeline, new_pipeline_group
+from torchspec.pipeline.stage import CoTrainPipeline
 from torchspec.pipeline.tap_channel import open_channel
 from torchspec.pipeline.tap_plan import make_tap_plan
+from torchspec.ranks import own_group
 
 COLUMNS = (
     "schedule",
@@ -285,7 +286,7 @@ def rank_main(rank: int, folder: str, options: argparse.Namespace) -> None:
         world_size=options.pp,
         timeout=timedelta(seconds=DEADLINE),
     )
-    group = new_pipeline_group([range(options.pp)], DEADLINE)
+    group = own_group([list(range(options.pp))], DEADLINE)
     message = message_seconds(rank, group, options)
     rows = [row for name in options.schedule for row in measure(rank, name, group, message, options)]
     if rank == 0:

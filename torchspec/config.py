@@ -11,6 +11,7 @@ from typing import Literal
 from torchspec.data.config import EnvironmentConfig
 from torchspec.draft.config import DraftConfig
 from torchspec.losses.config import RLConfig
+from torchspec.pipeline.config import PipelineConfig
 from torchspec.policy.config import PolicyConfig
 from torchspec.rollout.config import RolloutConfig, SamplingConfig
 
@@ -37,9 +38,9 @@ class TrainConfig:
 
 @dataclass
 class ParallelismConfig:
-    """How ranks started by torchrun share the work: data parallel x context parallel.
+    """How ranks started by torchrun share the work: pipeline x data parallel x context parallel (see [pipeline]).
 
-    Every rank serves its share of the prompts in an engine of its own; both models are replicated.
+    Every rank serves its share of the prompts in an engine of its own. Ranks of one pipeline stage are replicas.
     """
 
     context_parallel_degree: int = 1
@@ -125,6 +126,7 @@ class Config:
     rl: RLConfig = field(default_factory=RLConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

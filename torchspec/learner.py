@@ -1,13 +1,14 @@
 """The second half of an RL step: samples -> packed microbatches -> gradients -> optimizer steps of both models.
 
-The draft reads the policy's taps, final hidden states and head detached, after the policy's own backward: with the draft on
+The draft reads the policy's taps, final hidden states and head detached, after the policy's own forward: with the draft on
 or off the policy's gradients are bit-equal. One optimizer step goes
 
     for each microbatch:  policy forward (taps captured), policy loss and backward
                           draft unroll on the taps, distillation and backward
     both gradients finite?  draft step (and extra draft steps on the stored taps), policy step
 
-Groups without an advantage are packed apart. The policy skips their loss, the draft may still learn from them.
+Who holds what is the business of ``WholePolicy`` or ``PipelinedPolicy``, which run the microbatches and call back where the
+head is (the policy's loss) and where the draft is.
 
 Legend: T rows of a microbatch, E hidden, V vocabulary, K passes.
 """
@@ -25,35 +26,15 @@ from torch import Tensor
 
 from torchspec.collect import Sample
 from torchspec.config import Config
-from torchspec.context_parallel.transport import choose_transport
-from torchspec.data.packing import PackedBatch, Sequence, build_batch, pack
+from torchspec.data.packing import PackedBatch
 from torchspec.draft.base import Draft
 from torchspec.errors import Interrupted
 from torchspec.losses.distill import DistillOutput, NonFiniteTeacher, distill_metrics
 from torchspec.losses.logprob import token_logprobs
 from torchspec.losses.policy import PolicyCounts, policy_loss, policy_metrics
+from torchspec.microbatch import Microbatch, Packer, Part
 from torchspec.optim.optimizer import Optimizer
 from torchspec.ranks import Ranks
-
-
-@dataclass
-class Microbatch:
-    """Packed sequences. ``idle`` ones have no advantage and serve the draft only."""
-
-    batch: PackedBatch
-    idle: bool
-    old_logp_T: Tensor | None = None
-    """The trainer's log-probabilities before the first of several updates; None: those of this very forward."""
-
-
-@dataclass
-class Part:
-    """What one optimizer step trains on: this rank's microbatches, and counts over all ranks."""
-
-    microbatches: list[Microbatch]
-    counts: PolicyCounts
-    trains_policy: bool
-    trains_draft: bool
 
 
 @dataclass
@@ -89,11 +70,12 @@ class Learner:
 
     Args:
         config: of the run.
-        policy: see ``torchspec.policy.titan``.
-        draft: None for plain RL.
-        reference: frozen copy of the starting policy; None without rl.kl_coef.
+        policy: a ``WholePolicy`` or ``PipelinedPolicy``.
+        draft: None for plain RL, and on a rank of a pipeline that does not hold it.
+        reference: the frozen starting policy, of the same kind as ``policy``; None without rl.kl_coef.
         stop: truthy once the run has been told to stop.
         ranks: this process among the others; None for one alone.
+        tap_ids: of the draft, on a rank without it; empty for plain RL.
     """
 
     def __init__(
@@ -104,17 +86,23 @@ class Learner:
         reference: Any | None,
         stop: Any,
         ranks: Ranks | None = None,
+        tap_ids: tuple[int, ...] = (),
     ) -> None:
-        self.config, self.policy, self.draft, self.reference, self.stop = config, policy, draft, reference, stop
+        self.config, self.runner, self.draft, self.reference, self.stop = config, policy, draft, reference, stop
+        self.policy = policy.policy
         self.ranks = ranks or Ranks()
+        self.tap_ids = draft.tap_ids if draft is not None else tap_ids
+        self.packer = Packer(config, policy, self.ranks)
         rl = config.rl
         self.rl = dataclasses.replace(rl, loss_norm_constant=rl.loss_norm_constant or config.rollout.sampling.max_tokens)
         total = config.train.steps * rl.updates_per_rollout
-        self.policy_optimizer = Optimizer(policy, config.policy.optimizer, total)
+        self.policy_optimizer = Optimizer(
+            self.policy.hf_parameters(), config.policy.optimizer, total, policy.total_norm
+        )
         self.draft_optimizer = None
         if draft is not None:
             draft_total = -(-total // config.draft.every) * (1 + config.draft.extra_steps)
-            self.draft_optimizer = Optimizer(draft, config.draft.optimizer, draft_total)
+            self.draft_optimizer = Optimizer(dict(draft.named_parameters()), config.draft.optimizer, draft_total)
 
     # ---- one rollout --------------------------------------------------------------------------------------------
 
@@ -125,13 +113,13 @@ class Learner:
             Interrupted: told to stop before the first optimizer step; both models are as they were.
         """
         self.clock = Stopwatch()
-        train_draft = self.draft is not None and step % self.config.draft.every == 0
+        train_draft = bool(self.tap_ids) and step % self.config.draft.every == 0
         if self.ranks.any(bool(self.stop)):
             raise Interrupted("stopped before the update")
-        parts = [self._part(part, train_draft) for part in self._parts(samples)]
+        parts = [self.packer.part(part, train_draft) for part in self._parts(samples)]
         if len(parts) > 1:
-            for microbatch in (m for part in parts for m in part.microbatches if not m.idle):
-                microbatch.old_logp_T = self._logprobs(self.policy, microbatch.batch)
+            for part in parts:
+                self._fill_logprobs(part.live, self.runner, "old_logp_T")
         self.done, self.total = 0, sum(len(part.microbatches) for part in parts)
         metrics: list[dict[str, float]] = []
         skipped = False
@@ -142,9 +130,9 @@ class Learner:
             metrics.append(result.metrics)
             skipped |= result.skipped
         merged = {key: sum(m[key] for m in metrics if key in m) / sum(key in m for m in metrics) for m in metrics for key in m}
-        tokens = sum(m.batch.layout.num_tokens for part in parts for m in part.microbatches)
-        merged["train/tokens"] = sum(self.ranks.gather(tokens))
-        merged |= {f"time/{name}": seconds for name, seconds in self.clock.items()}
+        tokens = sum(int(m.batch.layout.real_T.sum()) for part in parts for m in part.microbatches)
+        merged["train/tokens"] = sum(self.ranks.gather(tokens)) // self.ranks.pp_size
+        merged |= {f"time/{name}": seconds for name, seconds in self.ranks.slowest(self.clock).items()}
         return UpdateResult(merged, skipped)
 
     def _parts(self, samples: list[Sample]) -> list[list[Sample]]:
@@ -152,148 +140,112 @@ class Learner:
         size = len(samples) // self.rl.updates_per_rollout
         return [samples[i : i + size] for i in range(0, len(samples), size)]
 
-    def _part(self, samples: list[Sample], train_draft: bool) -> Part:
-        """Samples with an advantage first; the others only when the draft learns from them."""
-        live = [s for s in samples if s.live and not s.masked]
-        idle = []
-        if train_draft and self.config.draft.use_dropped_groups:
-            idle = [s for s in samples if (s.masked or not s.live) and s.completion.token_ids]
-        counts = PolicyCounts(tokens=sum(len(s.completion.token_ids) for s in live), sequences=len(live))
-        microbatches = [Microbatch(b, False) for b in self._batches(live, trained=True)]
-        microbatches += [Microbatch(b, True) for b in self._batches(idle, trained=False)]
-        return Part(microbatches, counts, bool(live), train_draft and bool(live or idle))
-
-    def _batches(self, samples: list[Sample], trained: bool) -> list[PackedBatch]:
-        """This rank's packs of ``samples``: every data-parallel rank gets equally many, empty ones are left out."""
-        sequences = [
-            Sequence(
-                prompt_ids=s.prompt.token_ids,
-                response_ids=s.completion.token_ids,
-                engine_logprobs=s.completion.logprobs,
-                advantage=s.advantage,
-                trained=trained,
-            )
-            for s in samples
-        ]
-        ranks = self.ranks
-        bins = pack(
-            [len(s) for s in sequences],
-            self.config.train.tokens_per_microbatch,
-            num_ranks=ranks.dp_size,
-            pad_multiple=1 if ranks.cp_size == 1 else 2 * ranks.cp_size,
-            hidden_size=self.policy.shape.hidden_size,
-        )
-        return [
-            build_batch(
-                [sequences[i] for i in bin_],
-                self.policy.head_weight.device,
-                cp_size=ranks.cp_size,
-                cp_rank=ranks.cp_rank,
-                cp_mesh=ranks.cp_mesh,
-                trunk_transport=self._transport(sum(len(sequences[i]) for i in bin_)),
-            )
-            for bin_ in bins[ranks.dp_rank :: ranks.dp_size]
-            if bin_
-        ]
-
-    def _transport(self, num_tokens: int) -> str:
-        """How the trunk travels in a pack of ``num_tokens``: by the wider of the policy's and the draft's keys."""
-        shape, draft, ranks = self.policy.shape, self.config.draft, self.config.parallelism
-        heads = [(shape.num_kv_heads, shape.head_dim)]
-        if draft.enabled:
-            heads.append((draft.num_kv_heads or shape.num_kv_heads, draft.head_dim or shape.head_dim))
-        kv_heads, head_dim = max(heads, key=lambda pair: pair[0] * pair[1])
-        return choose_transport(
-            ranks.trunk_transport,
-            rows=num_tokens,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            dtype=self.policy.compute_dtype,
-            budget_bytes=ranks.trunk_budget_mb * 2**20,
-        )
-
     # ---- one optimizer step -------------------------------------------------------------------------------------
 
     def _optimizer_step(self, part: Part, may_stop: bool, on_progress: Callable[[int, int], None]) -> UpdateResult:
         train_draft = part.trains_draft
         # A gate's counts are known only after every policy forward, and extra steps come back to the taps: keep them.
         draft_counts_K = None
-        if train_draft and not self.config.draft.extra_steps:
-            draft_counts_K = self._draft_counts([m.batch for m in part.microbatches])
-        keep = train_draft and draft_counts_K is None
+        if train_draft:
+            self.runner.share_head()
+            if not self.config.draft.extra_steps:
+                draft_counts_K = self._draft_counts([m.batch for m in part.microbatches])
+        keep = train_draft and self.draft is not None and draft_counts_K is None
+        tap_ids = tuple(sorted({0, *self.tap_ids})) if train_draft else ()
         stored: list[tuple[DraftInputs, Any]] = []
         sums, maxima, draft_sums = {}, {}, {}
-        for microbatch in part.microbatches:
+
+        def on_start(_: int) -> None:
             if may_stop and self.stop:
                 self.zero_grad()
                 raise Interrupted(f"stopped by {self.stop.signal}")
-            since = time.perf_counter()
-            inputs = self._policy_pass(microbatch, part.counts, train_draft, sums, maxima)
-            since = self.clock.lap("policy", since)
-            if keep:
-                stored.append((inputs, self._draft_targets(inputs)))
-            elif train_draft:
-                _add(draft_sums, self._draft_pass(inputs, self._draft_targets(inputs), draft_counts_K))
-                self.clock.lap("draft", since)
-            self.done += 1
             on_progress(self.done, self.total)
+            self.done += 1
+
+        since = time.perf_counter()
+        if self.reference is not None:
+            self._fill_logprobs(part.live, self.reference, "ref_logp_T")
+        drafting = self.clock.get("draft", 0.0)
+        for microbatches, live in ((part.live, True), (part.idle, False)):
+
+            def draft_step(m: int, taps: dict[int, Tensor], hidden_TE: Tensor, batches: list = microbatches) -> None:
+                started = time.perf_counter()
+                inputs = self._draft_inputs(batches[m].batch, taps, hidden_TE, keep)
+                targets = self._draft_targets(inputs)
+                if keep:
+                    stored.append((inputs, targets))
+                else:
+                    _add(draft_sums, self._draft_pass(inputs, targets, draft_counts_K))
+                self.clock.lap("draft", started)
+
+            def on_hidden(m: int, hidden_TE: Tensor, batches: list = microbatches) -> Tensor:
+                return self._policy_loss(batches[m], hidden_TE, part.counts, sums, maxima)
+
+            if microbatches:
+                self.runner.run(
+                    [m.batch for m in microbatches],
+                    tap_ids,
+                    on_hidden=on_hidden if live else None,
+                    backward=live,
+                    draft_step=draft_step if train_draft else None,
+                    on_start=on_start,
+                )
+        on_progress(self.done, self.total)
+        self.clock["policy"] = (
+            self.clock.get("policy", 0.0) + time.perf_counter() - since - (self.clock.get("draft", 0.0) - drafting)
+        )
         if keep:
             since = time.perf_counter()
             draft_sums = self._draft_passes(stored)
             self.clock.lap("draft", since)
         return self._step_both(part, stored, sums, maxima, draft_sums)
 
-    def _policy_pass(
-        self, microbatch: Microbatch, counts: PolicyCounts, with_taps: bool, sums: dict, maxima: dict
-    ) -> DraftInputs | None:
-        """Forward, and for a live microbatch the loss and its backward. Returns what the draft needs."""
+    def _policy_loss(self, microbatch: Microbatch, hidden_TE: Tensor, counts: PolicyCounts, sums: dict, maxima: dict) -> Tensor:
+        """The policy's loss of one microbatch."""
         batch = microbatch.batch
-        tap_ids = tuple(sorted({0, *self.draft.tap_ids})) if with_taps else ()
-        with torch.set_grad_enabled(not microbatch.idle):
-            out = self.policy(batch.tokens_T, batch.layout, tap_ids)
-        if not microbatch.idle:
-            logp_T, entropy_T = self._token_logprobs(self.policy, out.hidden_TE, batch)
-            reference = self._logprobs(self.reference, batch) if self.reference is not None else None
+        logp_T, entropy_T = self._token_logprobs(self.policy.head_weight, hidden_TE, batch)
 
-            def whole(x_T: Tensor | None) -> Tensor | None:
-                # A sequence's ratio needs all of it: every cp rank computes the loss of the whole pack, alike.
-                return None if x_T is None else self.ranks.rows_of_pack(x_T, batch.layout)
+        def whole(x_T: Tensor | None) -> Tensor | None:
+            # A sequence's ratio needs all of it: every cp rank computes the loss of the whole pack, alike.
+            return None if x_T is None else self.ranks.rows_of_pack(x_T, batch.layout)
 
-            new_T = whole(logp_T)
-            result = policy_loss(
-                new_T,
-                new_T if microbatch.old_logp_T is None else whole(microbatch.old_logp_T),
-                whole(batch.engine_logp_T),
-                whole(batch.advantage_T),
-                whole(batch.mask_T),
-                whole(batch.seq_ids_T),
-                self.rl,
-                counts,
-                ref_logp_T=whole(reference),
-                entropy_T=whole(entropy_T),
-            )
-            result.loss.backward()
-            _add(sums, result.sums)
-            for name, value in result.maxima.items():
-                maxima[name] = torch.maximum(maxima[name], value) if name in maxima else value
-        if not with_taps:
-            return None
-        taps = [out.taps[i] for i in self.draft.tap_ids]
-        return DraftInputs(batch, taps, out.taps[0], out.hidden_TE.detach())
+        new_T = whole(logp_T)
+        result = policy_loss(
+            new_T,
+            new_T if microbatch.old_logp_T is None else whole(microbatch.old_logp_T),
+            whole(batch.engine_logp_T),
+            whole(batch.advantage_T),
+            whole(batch.mask_T),
+            whole(batch.seq_ids_T),
+            self.rl,
+            counts,
+            ref_logp_T=whole(microbatch.ref_logp_T),
+            entropy_T=whole(entropy_T),
+        )
+        _add(sums, result.sums)
+        for name, value in result.maxima.items():
+            maxima[name] = torch.maximum(maxima[name], value) if name in maxima else value
+        return result.loss
 
-    def _token_logprobs(self, policy: Any, hidden_TE: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    def _token_logprobs(self, head_VE: Tensor, hidden_TE: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         return token_logprobs(
             hidden_TE,
-            policy.head_weight,
+            head_VE,
             batch.targets_T.where(batch.mask_T, -1),  # rows that are not trained cost nothing
             temperature=self.config.rollout.sampling.temperature,
             chunk_rows=self.config.train.logprob_chunk_rows,
             need_entropy=True,
         )
 
-    @torch.no_grad()
-    def _logprobs(self, policy: Any, batch: PackedBatch) -> Tensor:
-        return self._token_logprobs(policy, policy(batch.tokens_T, batch.layout).hidden_TE, batch)[0]
+    def _fill_logprobs(self, microbatches: list[Microbatch], runner: Any, field: str) -> None:
+        """Log-probabilities of ``runner``'s policy into ``field``, where its head is."""
+
+        def on_hidden(m: int, hidden_TE: Tensor) -> None:
+            batch = microbatches[m].batch
+            setattr(microbatches[m], field, self._token_logprobs(runner.policy.head_weight, hidden_TE, batch)[0])
+
+        if microbatches:
+            runner.run([m.batch for m in microbatches], on_hidden=on_hidden)
 
     # ---- the draft ----------------------------------------------------------------------------------------------
 
@@ -301,14 +253,22 @@ class Learner:
         """Tokens that the draft learns to predict."""
         return batch.response_T if self.config.draft.train_on == "response" else batch.layout.real_T
 
+    def _draft_inputs(self, batch: PackedBatch, taps: dict[int, Tensor], hidden_TE: Tensor, keep: bool) -> DraftInputs:
+        if keep and self.runner.lends_taps:
+            taps, hidden_TE = {i: tap.clone() for i, tap in taps.items()}, hidden_TE.clone()
+        return DraftInputs(batch, [taps[i] for i in self.tap_ids], taps[0], hidden_TE)
+
     def _draft_counts(self, batches: list[PackedBatch]) -> Tensor | None:
         """Rows that count in each pass over all microbatches [K]; None where only the teacher can tell."""
-        counts = [self.draft.count_rows(b.layout, self._draft_mask(b)) for b in batches]
-        return None if self.ranks.any(any(c is None for c in counts)) else self._sum_counts(counts)
+        counts = []
+        if self.draft is not None:
+            counts = [self.draft.count_rows(b.layout, self._draft_mask(b)) for b in batches]
+        unknown = self.ranks.any(any(c is None for c in counts))
+        return None if unknown or self.draft is None else self._sum_counts(counts)
 
     def _sum_counts(self, counts: Iterable[Tensor]) -> Tensor:
-        """[K] over all microbatches and ranks; a rank without a microbatch takes part with zeros."""
-        zero = torch.zeros(self.draft.num_passes, dtype=torch.int64, device=self.policy.head_weight.device)
+        """[K] over all microbatches and replicas; a rank without a microbatch takes part with zeros."""
+        zero = torch.zeros(self.draft.num_passes, dtype=torch.int64, device=next(self.draft.parameters()).device)
         return self.ranks.sum(sum(counts, zero))
 
     def _draft_passes(self, stored: list[tuple[DraftInputs, Any]]) -> dict[str, Tensor]:
@@ -323,7 +283,7 @@ class Learner:
         batch = inputs.batch
         return self.draft.targets(
             inputs.hidden_TE,
-            self.policy.head_weight,
+            self.runner.teacher_head,
             batch.tokens_T,
             self._draft_mask(batch),
             batch.layout,
@@ -340,7 +300,7 @@ class Learner:
             out: DistillOutput = self.draft.loss(
                 student,
                 targets,
-                self.policy.head_weight,
+                self.runner.teacher_head,
                 counts_K,
                 sampling_temperature=self.config.rollout.sampling.temperature,
                 chunk_rows=self.config.train.logprob_chunk_rows,
@@ -363,19 +323,21 @@ class Learner:
         checked = [each["loss"] for each in (sums, draft_sums) if each]
         if part.trains_policy:
             self.ranks.sum_gradients(self.policy)
+            self.runner.sum_tied_gradients()
             checked.append(self.policy_optimizer.clip())
             metrics["policy/grad_norm"] = checked[-1].item()
-        if part.trains_draft:
+        trains_draft = part.trains_draft and self.draft is not None
+        if trains_draft:
             self.ranks.sum_gradients(self.draft)
             checked.append(self.draft_optimizer.clip())
             metrics |= {"draft/grad_norm": checked[-1].item(), "draft/lr": self.draft_optimizer.lr}
         since = self.clock.lap("optimizer", since)
-        if not all(torch.isfinite(x).item() for x in checked):
+        if self.ranks.any(not all(torch.isfinite(x).item() for x in checked)):
             self.zero_grad()
-            return UpdateResult(metrics, skipped=True)
+            return UpdateResult(self.ranks.merge(metrics), skipped=True)
         if part.trains_policy:
             metrics |= policy_metrics(sums, maxima)
-        if part.trains_draft:
+        if trains_draft:
             metrics |= distill_metrics(draft_sums) | {"draft/loss": draft_sums["loss"].item()}
             self.draft_optimizer.step()
             since = self.clock.lap("optimizer", since)
@@ -392,7 +354,7 @@ class Learner:
         if part.trains_policy:
             self.policy_optimizer.step()
         self.clock.lap("optimizer", since)
-        return UpdateResult(metrics, skipped=False)
+        return UpdateResult(self.ranks.merge(metrics), skipped=False)
 
     def zero_grad(self) -> None:
         """Drop both models' gradients."""
@@ -402,22 +364,33 @@ class Learner:
 
     # ---- state --------------------------------------------------------------------------------------------------
 
-    def _parts_of_state(self) -> dict[str, Any]:
-        parts = {"policy": self.policy, "policy_optimizer": self.policy_optimizer}
-        if self.draft is not None:
-            parts |= {"draft": self.draft, "draft_optimizer": self.draft_optimizer}
-        if self.reference is not None:
-            parts["reference"] = self.reference
-        return parts
-
     def state_dict(self) -> dict[str, Any]:
-        """Weights and optimizers of both models, and the reference where there is one."""
-        return {name: part.state_dict() for name, part in self._parts_of_state().items()}
+        """Weights and optimizers of both models, and the reference where there is one: what this rank holds of them.
 
+        Everything is kept by name, so that ranks with other parts of the models can take it back.
+        """
+        state: dict[str, Any] = {
+            "policy": {name: p.detach() for name, p in self.policy.hf_parameters().items()},
+            "policy_optimizer": self.policy_optimizer.state_dict(),
+        }
+        if self.draft is not None:
+            state |= {"draft": self.draft.state_dict(), "draft_optimizer": self.draft_optimizer.state_dict()}
+        if self.reference is not None:
+            state["reference"] = {name: p.detach() for name, p in self.reference.policy.hf_parameters().items()}
+        return state
+
+    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what ``state_dict`` gave."""
-        for name, part in self._parts_of_state().items():
-            part.load_state_dict(state[name])
+        """Take back what ``state_dict`` gave, or the union of what all ranks gave."""
+        for name, p in self.policy.hf_parameters().items():
+            p.copy_(state["policy"][name])
+        self.policy_optimizer.load_state_dict(state["policy_optimizer"])
+        if self.draft is not None:
+            self.draft.load_state_dict(state["draft"])
+            self.draft_optimizer.load_state_dict(state["draft_optimizer"])
+        if self.reference is not None:
+            for name, p in self.reference.policy.hf_parameters().items():
+                p.copy_(state["reference"][name])
 
 
 def _add(sums: dict[str, Tensor], values: dict[str, Tensor]) -> None:

@@ -3,6 +3,7 @@ else."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Mapping
@@ -160,3 +161,13 @@ def _printable(text: str, encoding: str) -> str:
     encode."""
     text = "".join(c if c.isprintable() or c in "\n" else repr(c)[1:-1] for c in text)
     return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+class QuietLive(contextlib.nullcontext):
+    """The display of a rank that is not the main one: none."""
+
+    def phase(self, name: str, done: int, total: int, detail: str = "") -> None:
+        """Shows nothing."""
+
+    def note(self, text: str) -> None:
+        """Shows nothing."""

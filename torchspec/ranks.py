@@ -1,8 +1,8 @@
-"""The ranks of a run: data parallel x context parallel, one rank without torchrun.
+"""The ranks of a run: pipeline x data parallel x context parallel, one rank without torchrun.
 
-Rank order is (dp, cp): the cp ranks of one data-parallel rank are neighbours and hold shards of the same microbatches. Both
-models are replicated; gradients are summed over all ranks after an optimizer step's last microbatch. Every rank knows every
-sample, so global counts follow without a message.
+Rank order is (pp, dp, cp): the cp ranks of one data-parallel rank are neighbours and hold shards of the same microbatches.
+The ranks of one place in the pipeline are replicas: they hold the same parameters, whose gradients are summed over them after
+an optimizer step's last microbatch. Every rank knows every sample, so global counts follow without a message.
 
 Every wait has a deadline (``parallelism.timeout_s``): the process group raises when a peer is late.
 """
@@ -23,6 +23,19 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from torchspec.context_parallel.layout import PackedZigzag
+
+
+def own_group(members: list[list[int]], timeout_s: float) -> dist.ProcessGroup:
+    """A process group for every list of ranks; returns the caller's. All ranks call this, with the same lists.
+
+    gloo takes the deadline of a wait from the group, when it is made; torch's own default is half an hour.
+    """
+    mine = None
+    for ranks in members:
+        group = dist.new_group(ranks, timeout=datetime.timedelta(seconds=timeout_s))
+        if dist.get_rank() in ranks:
+            mine = group
+    return mine
 
 
 class _GatherRows(torch.autograd.Function):
@@ -48,20 +61,31 @@ class Ranks:
 
     Attributes:
         world, rank: of all processes.
-        dp_size, dp_rank, cp_size, cp_rank: of the two dimensions.
+        pp_size, pp_rank, dp_size, dp_rank, cp_size, cp_rank: of the three dimensions.
+        num_replicas: dp_size * cp_size, ranks that hold the same parameters.
         cp_mesh: one-dimensional mesh of the cp ranks; None for cp_size 1.
+        columns: the ranks of every pipeline, in its order; there are num_replicas of them.
+        column_group: process group of this rank's pipeline; None for pp_size 1.
+        replica_group: process group of the ranks at this place of the pipeline; None (all ranks) for pp_size 1.
     """
 
-    def __init__(self, cp_size: int = 1, device: str = "cpu", timeout_s: float = 600.0) -> None:
+    def __init__(
+        self, cp_size: int = 1, device: str = "cpu", timeout_s: float = 600.0, *, pp_size: int = 1, pp_timeout_s: float = 240.0
+    ) -> None:
         self.world, self.rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
-        if self.world % cp_size:
+        if self.world % (cp_size * pp_size):
             raise ConfigError(
-                f"parallelism.context_parallel_degree = {cp_size} must divide the number of ranks, {self.world}; "
-                "start them with torchrun --nproc-per-node."
+                f"parallelism.context_parallel_degree = {cp_size} times pipeline.ranks = {pp_size} must divide the number of "
+                f"ranks, {self.world}; start them with torchrun --nproc-per-node."
             )
-        self.cp_size, self.dp_size = cp_size, self.world // cp_size
-        self.dp_rank, self.cp_rank = divmod(self.rank, cp_size)
+        self.cp_size, self.pp_size = cp_size, pp_size
+        self.num_replicas = self.world // pp_size
+        self.dp_size = self.num_replicas // cp_size
+        self.pp_rank, place = divmod(self.rank, self.num_replicas)
+        self.dp_rank, self.cp_rank = divmod(place, cp_size)
+        self.columns = [list(range(start, self.world, self.num_replicas)) for start in range(self.num_replicas)]
         self.cp_mesh: DeviceMesh | None = None
+        self.column_group = self.replica_group = None
         if self.world == 1:
             return
         if device == "cuda":
@@ -70,15 +94,25 @@ class Ranks:
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=datetime.timedelta(seconds=timeout_s)
             )
+        if pp_size > 1:
+            replicas = [list(range(start, start + self.num_replicas)) for start in range(0, self.world, self.num_replicas)]
+            self.replica_group = own_group(replicas, timeout_s)
+            self.column_group = own_group(self.columns, pp_timeout_s)
         if cp_size > 1:
-            from torch.distributed.device_mesh import init_device_mesh
+            from torch.distributed.device_mesh import DeviceMesh
 
-            self.cp_mesh = init_device_mesh(device, (self.dp_size, cp_size), mesh_dim_names=("dp", "cp"))["cp"]
+            group = own_group([list(range(start, start + cp_size)) for start in range(0, self.world, cp_size)], timeout_s)
+            self.cp_mesh = DeviceMesh.from_group(group, device, mesh_dim_names=("cp",))
 
     @property
     def is_main(self) -> bool:
         """Rank 0 writes the logs, the checkpoints and the exports."""
         return self.rank == 0
+
+    @property
+    def writes_part(self) -> bool:
+        """The first replica of each place of the pipeline writes what that place holds."""
+        return self.rank == self.pp_rank * self.num_replicas
 
     def gather(self, value: Any) -> list[Any]:
         """``value`` of every rank, in rank order (pickled: for metrics and samples, not for weights)."""
@@ -106,20 +140,20 @@ class Ranks:
         self.gather(None)
 
     def sum_gradients(self, module: nn.Module) -> None:
-        """Add every parameter's gradient over all ranks, as one message; a rank without one adds zeros."""
-        if self.world == 1:
+        """Add every parameter's gradient over the replicas, as one message; a rank without one adds zeros."""
+        if self.num_replicas == 1:
             return
         parameters = [p for p in module.parameters() if p.requires_grad]
         flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters])
-        dist.all_reduce(flat)
+        dist.all_reduce(flat, group=self.replica_group)
         for p, piece in zip(parameters, flat.split([p.numel() for p in parameters])):
             p.grad = piece.view_as(p)
 
     def sum(self, x: Tensor) -> Tensor:
-        """Sum of a small tensor over all ranks."""
-        if self.world > 1:
+        """Sum of a small tensor over the replicas."""
+        if self.num_replicas > 1:
             x = x.clone()
-            dist.all_reduce(x)
+            dist.all_reduce(x, group=self.replica_group)
         return x
 
     def rows_of_pack(self, x_T: Tensor, layout: PackedZigzag) -> Tensor:
@@ -153,6 +187,17 @@ class Ranks:
             for name, value in found.items():
                 total[name] = torch.maximum(total[name], value) if name in total else value
         return total
+
+    def slowest(self, seconds: dict[str, float]) -> dict[str, float]:
+        """The largest of every rank's seconds, by name."""
+        found = self.gather(dict(seconds))
+        return {name: max(each.get(name, 0.0) for each in found) for each in found for name in each}
+
+    def merge(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Every rank's metrics in one; of a name that several have, the first rank's."""
+        if self.pp_size == 1:
+            return metrics  # replicas know the same
+        return {name: value for found in reversed(self.gather(metrics)) for name, value in found.items()}
 
     def close(self) -> None:
         """Leave the process group."""

@@ -7,13 +7,12 @@ To change the recipe, subclass CoTrainer, override the step that you mean, and n
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
 import resource
-import signal
-import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,58 +36,24 @@ from torchspec.collect import (
 from torchspec.config import Config
 from torchspec.data.environments import build_environment
 from torchspec.data.tokenizer import load_tokenizer
-from torchspec.draft.base import build_draft
+from torchspec.draft.base import build_draft, load_draft_class
 from torchspec.errors import Interrupted, RunError
 from torchspec.learner import Learner
-from torchspec.live import Live
+from torchspec.live import Live, QuietLive
 from torchspec.metrics import MetricsLog, cut_logs
 from torchspec.policy.hf import save_policy
-from torchspec.policy.titan import build_policy, set_num_threads
+from torchspec.policy.model import PolicyPart
+from torchspec.policy.pipelined import PipelinedPolicy
+from torchspec.policy.run import WholePolicy
+from torchspec.policy.shape import PolicyShape
+from torchspec.policy.stages import draft_cost, draft_holder, plan_stages
+from torchspec.policy.titan import build_policy, read_shape, set_num_threads
 from torchspec.ranks import Ranks
 from torchspec.report import write_report
 from torchspec.rollout.config import SamplingConfig
 from torchspec.rollout.engine import RolloutInterrupted, SpecStats
+from torchspec.stop import StopFlag
 from torchspec.warm_start import token_counts, warm_start
-
-
-class StopFlag:
-    """Set by SIGINT and SIGTERM, looked at between pieces of work. A second signal exits at once."""
-
-    def __init__(self) -> None:
-        self.signal: str | None = None
-        self._previous: dict[int, Any] = {}
-
-    def __bool__(self) -> bool:
-        return self.signal is not None
-
-    def _handle(self, number: int, frame: Any) -> None:
-        if self.signal is not None:
-            os._exit(130)  # at once, wherever we are; what is on disk is complete
-        self.signal = signal.Signals(number).name
-        print(
-            f"{self.signal}: stopping at the next safe point and saving; once more exits at once.",
-            file=sys.stderr,
-            flush=True,
-        )
-
-    def __enter__(self) -> StopFlag:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._previous[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-
-class QuietLive(contextlib.nullcontext):
-    """The display of a rank that is not the main one: none."""
-
-    def phase(self, name: str, done: int, total: int, detail: str = "") -> None:
-        """Shows nothing."""
-
-    def note(self, text: str) -> None:
-        """Shows nothing."""
 
 
 class CoTrainer:
@@ -118,8 +83,13 @@ class CoTrainer:
         set_num_threads(config.train.num_threads or len(os.sched_getaffinity(0)))
         auto = torch.bfloat16 if cuda else torch.float32
         self.compute_dtype = auto if config.train.compute_dtype == "auto" else getattr(torch, config.train.compute_dtype)
+        parallelism, pipeline = config.parallelism, config.pipeline
         self.ranks = Ranks(
-            config.parallelism.context_parallel_degree, self.device.type, config.parallelism.timeout_s
+            parallelism.context_parallel_degree,
+            self.device.type,
+            parallelism.timeout_s,
+            pp_size=pipeline.ranks,
+            pp_timeout_s=pipeline.deadline_s,
         )
         if cuda and self.ranks.world > 1:
             self.device = torch.device("cuda", torch.cuda.current_device())
@@ -131,13 +101,38 @@ class CoTrainer:
         )
         room = config.rollout.max_model_len - self.sampling.max_tokens - config.rollout.num_speculative_tokens - 1
         self.prompts = PromptStream(self.environment, self.tokenizer, config.environment.system_prompt, room)
+        self.part: PolicyPart | None = None
+        if self.ranks.pp_size > 1:
+            self._build_pipeline()
+        else:
+            self.policy = self.build_policy()
+            self.draft = self.build_draft(self.policy.shape) if config.draft.enabled else None
+            self.runner = WholePolicy(self.policy)
+            reference = WholePolicy(self._frozen_copy()) if config.rl.kl_coef else None
+            self.learner = Learner(config, self.runner, self.draft, reference, self.stop, self.ranks)
+
+    def _build_pipeline(self) -> None:
+        """This rank's part of the policy; the draft first, because the cut of the policy counts its cost."""
+        config, ranks = self.config, self.ranks
+        shape = read_shape(config.policy, len(self.tokenizer))
+        holder = draft_holder(config.pipeline, config.draft.stage)
+        self.draft = self.build_draft(shape) if config.draft.enabled and ranks.pp_rank == holder else None
+        facts = None if self.draft is None else (self.draft.tap_ids, draft_cost(self.draft, shape))
+        tap_ids, cost = next(filter(None, ranks.gather(facts)), ((), 0.0))
+        plan = plan_stages(config.pipeline, shape, config.draft.stage, cost)
+        self.part = plan.part_of(ranks.pp_rank)
         self.policy = self.build_policy()
-        self.draft = self.build_draft() if config.draft.enabled else None
-        reference = copy.deepcopy(self.policy).requires_grad_(False) if config.rl.kl_coef else None
-        self.learner = Learner(config, self.policy, self.draft, reference, self.stop, self.ranks)
+        make = partial(PipelinedPolicy, plan=plan, config=config.pipeline, draft_schedule=config.draft.schedule, ranks=ranks)
+        self.runner = make(self.policy, tap_ids=tap_ids)
+        reference = make(self._frozen_copy(), tap_ids=()) if config.rl.kl_coef else None
+        self.learner = Learner(config, self.runner, self.draft, reference, self.stop, ranks, tap_ids)
+
+    def _frozen_copy(self) -> Any:
+        return copy.deepcopy(self.policy).requires_grad_(False)
 
     def build_policy(self) -> Any:
-        """The policy on the trainer's device; override to train a model of your own."""
+        """The policy, or ``self.part`` of it under a pipeline, on the trainer's device; override to train a model of your
+        own."""
         return build_policy(
             self.config.policy,
             vocab_size=len(self.tokenizer),
@@ -145,13 +140,14 @@ class CoTrainer:
             device=self.device,
             dtype=torch.float32,
             compute_dtype=self.compute_dtype,
+            part=self.part,
         )
 
-    def build_draft(self) -> Any:
+    def build_draft(self, shape: PolicyShape) -> Any:
         """The draft: random with the policy's head, or from ``draft.path``."""
         return build_draft(
             self.config.draft,
-            self.policy.shape,
+            shape,
             seed=self.config.seed,
             device=self.device,
             dtype=torch.float32,
@@ -164,9 +160,9 @@ class CoTrainer:
 
         return VllmEngine(
             self.output_dir / "policy",
-            self.output_dir / "draft" if self.draft is not None else None,
+            self.output_dir / "draft" if self.config.draft.enabled else None,
             self.config.rollout,
-            draft_method=self.draft.vllm_method if self.draft is not None else None,
+            draft_method=load_draft_class(self.config.draft.algorithm).vllm_method if self.config.draft.enabled else None,
             seed=self.config.seed,
             device=self.device.type,
         )
@@ -205,10 +201,18 @@ class CoTrainer:
         if self.ranks.is_main:
             cut_logs(self.output_dir, 0)
         warm_start(self)
-        if self.draft is not None and not self.config.draft.path:
-            counts = token_counts(self)
-            self.draft.init_from_policy(self.policy.head_weight, self.policy.embed_weight, counts)
+        if not self.config.draft.path:
+            self.init_draft(partial(token_counts, self))
         self.save()
+
+    def init_draft(self, token_counts: Callable[[], torch.Tensor]) -> None:
+        """Give a new draft the policy's head, which under a pipeline may be another rank's."""
+        if not self.config.draft.enabled:
+            return
+        wanted = ("model.embed_tokens.weight", "lm_head.weight")
+        embed_VE, head_VE = map({n: w for n, w in self.runner.weights() if n in wanted}.get, wanted)
+        if self.draft is not None:
+            self.draft.init_from_policy(head_VE, embed_VE, token_counts())
 
     def _loop(self) -> None:
         config = self.config
@@ -355,8 +359,8 @@ class CoTrainer:
         if self.config.rollout.sleep:
             self.engine.wake()
         self.engine.refit(
-            self.policy.hf_weights(),
-            self.draft.hf_weights() if self.draft is not None else None,
+            self.runner.weights(),
+            self._draft_weights(),
             self.step if version is None else version,
         )
         return time.perf_counter() - started
@@ -398,11 +402,23 @@ class CoTrainer:
 
     def export(self, dtype: torch.dtype = torch.float32) -> None:
         """Write ``policy/`` and ``draft/`` as Hugging Face folders."""
-        if self.ranks.is_main:
-            save_policy(self.policy, self.output_dir / "policy", tokenizer=self.tokenizer, dtype=dtype)
-            if self.draft is not None:
+        error = None
+        weights = self.runner.weights(include_tied_head=False)
+        try:
+            if self.ranks.is_main:
+                save_policy(self.policy, self.output_dir / "policy", tokenizer=self.tokenizer, dtype=dtype, weights=weights)
+            if self.draft is not None and self.ranks.writes_part:
                 self.draft.save(self.output_dir / "draft", dtype=dtype)
-        self.ranks.barrier()
+        except RunError as problem:
+            error = problem
+        for _ in weights:  # the ranks of a pipeline hand them round together
+            pass
+        self.ranks.agree(error)
+
+    def _draft_weights(self) -> Any:
+        if not self.config.draft.enabled:
+            return None
+        return self.runner.draft_weights(self.draft.hf_weights() if self.draft is not None else None)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a resumed run needs to go on bit-equal."""
@@ -426,11 +442,21 @@ class CoTrainer:
         """A complete checkpoint of the current step. A step's line is written before its checkpoint, so that a kill between
         the two leaves a line too many (cut on resume) and never one too few; the next line has the seconds."""
         started = time.perf_counter()
-        if self.ranks.is_main:
-            checkpoint.save_checkpoint(
-                self.output_dir / "checkpoints", self.step, self.state_dict(), self.config.checkpoint.keep
-            )
-        self.ranks.barrier()
+        folder, error = self.output_dir / "checkpoints", None
+        if self.step in checkpoint.complete_steps(folder):
+            return  # the state after a step is what it is: nothing to write twice
+        try:
+            if self.ranks.writes_part:
+                checkpoint.write_part(folder, self.step, self.ranks.pp_rank, self.state_dict())
+        except RunError as problem:
+            error = problem
+        self.ranks.agree(error)
+        try:
+            if self.ranks.is_main:
+                checkpoint.complete(folder, self.step, self.ranks.pp_size, self.config.checkpoint.keep)
+        except RunError as problem:
+            error = problem
+        self.ranks.agree(error)
         self.checkpoint_s += time.perf_counter() - started
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from torchspec.config import Config
 from torchspec.errors import ConfigError
+from torchspec.pipeline.schedule import rank_of_stages
 
 # Settings with a smallest value.
 AT_LEAST = {
@@ -56,6 +57,11 @@ AT_LEAST = {
     "train.max_skipped_steps": 0,
     "parallelism.context_parallel_degree": 1,
     "parallelism.trunk_budget_mb": 1,
+    "pipeline.ranks": 1,
+    "pipeline.stages_per_rank": 0,
+    "pipeline.draft_cost": 0,
+    "pipeline.tap_slots": 0,
+    "draft.stage": -1,
     "warm_start.steps": 0,
     "warm_start.batch_size": 1,
     "eval.every": 0,
@@ -81,6 +87,7 @@ ABOVE_ZERO = (
     "environment.scorer_timeout_s",
     "rollout.deadline_s",
     "parallelism.timeout_s",
+    "pipeline.deadline_s",
     "warm_start.lr",
     "policy.optimizer.eps",
     "draft.optimizer.eps",
@@ -103,6 +110,7 @@ def validate(config: Config, *, check_files: bool = True) -> None:
         *_environment(config),
         *_plugins(config),
         *_process(config),
+        *_pipeline(config),
     ]
     if check_files:
         faults += _files(config)
@@ -354,17 +362,51 @@ def _plugins(config: Config) -> Iterator[str]:
 
 
 def _process(config: Config) -> Iterator[str]:
-    world, degree = int(os.environ.get("WORLD_SIZE") or 1), config.parallelism.context_parallel_degree
-    if degree < 1 or world % degree:
+    world, degree, stages = int(os.environ.get("WORLD_SIZE") or 1), config.parallelism.context_parallel_degree, config.pipeline.ranks
+    if degree >= 1 and stages >= 1 and world % (degree * stages):
+        product = (
+            f"pipeline.ranks = {stages} times parallelism.context_parallel_degree = {degree}"
+            if stages > 1
+            else f"parallelism.context_parallel_degree = {degree}"
+        )
         yield (
-            f"parallelism.context_parallel_degree = {degree} does not divide the {world} rank(s) of this run;"
-            " start them with `torchrun --nproc-per-node N --module torchspec.train train CONFIG.toml`."
+            f"{product} does not divide the {world} rank(s) of this run; start them with `torchrun --nproc-per-node N --module"
+            " torchspec.train train CONFIG.toml`."
         )
     if config.rl.prompts_per_step < world:
         yield (
             f"rl.prompts_per_step = {config.rl.prompts_per_step} is less than the {world} ranks of this run,"
             " and each samples a share of the prompts; raise it."
         )
+
+
+def _pipeline(config: Config) -> Iterator[str]:
+    pipeline, draft = config.pipeline, config.draft
+    if pipeline.ranks <= 1:
+        return
+    try:
+        num_stages = len(rank_of_stages(pipeline.schedule, pipeline.ranks, pipeline.stages_per_rank))
+    except ConfigError as error:
+        yield f"pipeline.stages_per_rank = {pipeline.stages_per_rank}: {error}"
+        return
+    if draft.enabled and draft.stage >= num_stages:
+        yield f"draft.stage = {draft.stage}: the pipeline has the stages 0 to {num_stages - 1}; -1 is the last."
+    elif draft.enabled and draft.stage not in (-1, num_stages - 1) and draft.schedule == "inline":
+        yield (
+            f"draft.stage = {draft.stage} with draft.schedule = 'inline': the teacher's rows come from stage {num_stages - 1},"
+            " after this stage's forward; use draft.schedule = 'deferred', or draft.stage = -1."
+        )
+    layers = list(pipeline.layers)
+    if layers and (len(layers) != num_stages or min(layers) < 1):
+        yield f"pipeline.layers = {layers} must give at least one layer to each of the {num_stages} stages."
+    if not config.policy.path:
+        if layers and sum(layers) != config.policy.num_layers:
+            yield f"pipeline.layers = {layers} add up to {sum(layers)}, and policy.num_layers = {config.policy.num_layers}."
+        if config.policy.num_layers < num_stages:
+            yield (
+                f"policy.num_layers = {config.policy.num_layers} cannot be cut into the {num_stages} stages of"
+                f" pipeline.ranks = {pipeline.ranks} with {pipeline.schedule}; each needs a layer."
+            )
 
 
 def _files(config: Config) -> list[str]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchspec.data.packing import Sequence, build_batch, pack
+from torchspec.data.packing import Sequence
 from torchspec.data.tokenizer import encode_response
 from torchspec.errors import ConfigError, Interrupted
 from torchspec.losses.logprob import token_logprobs
@@ -39,29 +39,31 @@ def warm_start(trainer: CoTrainer) -> None:
     config = trainer.config.warm_start
     if not config.steps:
         return
+    ranks, runner = trainer.ranks, trainer.runner
     settings = OptimizerConfig(lr=config.lr, warmup_steps=min(10, config.steps // 10), decay="cosine")
-    optimizer = Optimizer(trainer.policy, settings, config.steps)
-    limit = trainer.config.train.tokens_per_microbatch
+    optimizer = Optimizer(trainer.policy.hf_parameters(), settings, config.steps, runner.total_norm)
     for step in range(config.steps):
-        if trainer.ranks.any(bool(trainer.stop)):
+        if ranks.any(bool(trainer.stop)):
             raise Interrupted(f"Stopped by {trainer.stop.signal} in the warm start; run the same command again.")
         sequences = [_supervised_sequence(trainer, trainer.prompts.next()) for _ in range(config.batch_size)]
+        batches = [m.batch for m in trainer.learner.packer.microbatches(sequences)]
         count = sum(len(s.response_ids) for s in sequences)
-        total = 0.0
-        ranks = trainer.ranks
-        bins = pack([len(s) for s in sequences], limit, num_ranks=ranks.world)
-        for bin_ in filter(None, bins[ranks.rank :: ranks.world]):
-            batch = build_batch([sequences[i] for i in bin_], trainer.device)
-            hidden_TE = trainer.policy(batch.tokens_T, batch.layout).hidden_TE
+        losses: list[torch.Tensor] = []
+
+        def loss(m: int, hidden_TE: torch.Tensor, batches: list = batches, count: int = count, losses: list = losses) -> Any:
+            batch = batches[m]
             targets_T = batch.targets_T.where(batch.mask_T, -1)
             logp_T, _ = token_logprobs(hidden_TE, trainer.policy.head_weight, targets_T)
-            loss = -(logp_T * batch.mask_T).sum() / count
-            loss.backward()
-            total += loss.item()
+            losses.append(-(logp_T * batch.mask_T).sum() / count)
+            return losses[-1]
+
+        if batches:
+            runner.run(batches, on_hidden=loss, backward=True)
         ranks.sum_gradients(trainer.policy)
-        total = ranks.sum(torch.tensor(total)).item()
+        runner.sum_tied_gradients()
         optimizer.clip()
         optimizer.step()
+        total = sum(ranks.gather(sum(loss.item() for loss in losses)))
         trainer.live.phase("warm start", step + 1, config.steps, detail=f"loss {total:.3f}")
 
 

@@ -150,3 +150,30 @@ def test_sequences_that_make_no_sense_are_refused(sequence, sentence):
         build_batch([Sequence([1], [2]), sequence])
     with pytest.raises(RunError, match="without sequences"):
         build_batch([])
+
+
+@pytest.mark.parametrize("cp_size", [1, 2])
+@pytest.mark.parametrize("sequences", [0, 3])
+def test_padding_documents_fill_up_and_count_nowhere(cp_size, sequences):
+    held = [Sequence([1 + i, 2], [3, 4, 5][: i + 1], [-0.5] * (i + 1), advantage=1.0) for i in range(sequences)]
+    rows = 600 // (2 * cp_size) * 2 * cp_size
+    for rank in range(cp_size):
+        batch = build_batch(held, cp_size=cp_size, cp_rank=rank, fill_to=rows)
+        plain = build_batch(held, cp_size=cp_size, cp_rank=rank) if held else None
+        layout = batch.layout
+        assert layout.num_tokens == rows // cp_size and layout.max_seqlen <= 256
+        used = plain.layout.num_tokens if held else 0
+        for name in ("tokens_T", "targets_T", "mask_T", "response_T", "advantage_T", "engine_logp_T"):
+            values = getattr(batch, name)
+            assert not values[used:].any()
+            assert held == [] or torch.equal(values[:used], getattr(plain, name))
+        assert not layout.real_T[used:].any() and batch.num_trained == (plain.num_trained if held else 0)
+        assert held == [] or torch.equal(layout.real_T[:used], plain.layout.real_T)
+
+
+def test_a_pipeline_gets_a_number_of_microbatches_that_it_takes():
+    even = lambda count: max(4, count + count % 2)  # noqa: E731
+    bins = pack([10, 9, 8], 30, num_ranks=2, round_up=even)
+    assert len(bins) == 8 and sorted(i for bin_ in bins for i in bin_) == [0, 1, 2]
+    # Five bins of one sequence each would do, so six are made.
+    assert len(pack([20] * 5, 30, round_up=even)) == 6

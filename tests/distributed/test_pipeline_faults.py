@@ -28,10 +28,11 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from torchspec.pipeline.errors import PipelineError
 from torchspec.pipeline.schedule import schedule_table
-from torchspec.pipeline.stage import CoTrainPipeline, new_pipeline_group
+from torchspec.pipeline.stage import CoTrainPipeline
 from torchspec.pipeline.tap_channel import open_channel
 from torchspec.pipeline.tap_plan import make_tap_plan
 from torchspec.pipeline.transport import GlooTransport
+from torchspec.ranks import own_group
 
 DEADLINE, RANKS, MICROBATCHES = 3.0, 3, 4
 DRAFT, SOURCE = RANKS - 1, 0
@@ -65,7 +66,7 @@ class FaultyTransport(GlooTransport):
 
 
 def worker(rank: int, fault: str, seed: int) -> None:
-    group = new_pipeline_group([range(RANKS)], deadline_s=DEADLINE)
+    group = own_group([list(range(RANKS))], DEADLINE)
     layers, weights = cut(RANKS), make_weights(seed)
     part = Part(*layers[rank]).load(weights)
     schedule = Schedule1F1B(

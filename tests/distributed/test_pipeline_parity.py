@@ -26,9 +26,10 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from torchspec.pipeline.forward_only import forward_only_schedule
 from torchspec.pipeline.schedule import COMPUTE_KINDS, SCHEDULES, rank_of_stages, schedule_table
-from torchspec.pipeline.stage import CoTrainPipeline, entries, new_pipeline_group
+from torchspec.pipeline.stage import CoTrainPipeline, entries
 from torchspec.pipeline.tap_channel import open_channel
 from torchspec.pipeline.tap_plan import make_tap_plan
+from torchspec.ranks import own_group
 
 pytestmark = pytest.mark.parity
 SEED = int(torch.empty((), dtype=torch.int64).random_(2**31))
@@ -126,7 +127,7 @@ def run_step(rank: int, group: Any, case: dict, seed: int) -> dict:
 
 
 def worker(rank: int, cases: list[dict], seed: int) -> list[dict]:
-    group = new_pipeline_group([range(dist.get_world_size())], deadline_s=60)
+    group = own_group([list(range(dist.get_world_size()))], 60)
     return [run_step(rank, group, case, seed) for case in cases]
 
 

@@ -32,7 +32,7 @@ def one_step(module, optimizer, x):
 
 def test_clip_reports_the_norm_before_and_limits_the_gradient():
     module = nn.Linear(4, 4)
-    optimizer = Optimizer(module, OptimizerConfig(max_grad_norm=0.5), 10)
+    optimizer = Optimizer(dict(module.named_parameters()), OptimizerConfig(max_grad_norm=0.5), 10)
     module(torch.randn(8, 4) * 100).square().sum().backward()
     before = torch.cat([p.grad.flatten() for p in module.parameters()]).norm()
     assert torch.allclose(optimizer.clip(), before)
@@ -42,7 +42,7 @@ def test_clip_reports_the_norm_before_and_limits_the_gradient():
 
 def test_norm_weights_are_not_decayed():
     module = nn.Sequential(nn.Linear(4, 4, bias=False), nn.RMSNorm(4))
-    optimizer = Optimizer(module, OptimizerConfig(lr=0.1, weight_decay=0.5), 10)
+    optimizer = Optimizer(dict(module.named_parameters()), OptimizerConfig(lr=0.1, weight_decay=0.5), 10)
     start = [p.detach().clone() for p in module.parameters()]
     for p in module.parameters():
         p.grad = torch.zeros_like(p)
@@ -56,7 +56,7 @@ def test_resumed_optimizer_goes_on_bit_equal():
     config = OptimizerConfig(lr=0.01, warmup_steps=2, decay="cosine")
     data = torch.randn(6, 5, 4)
     module = nn.Linear(4, 4)
-    optimizer = Optimizer(module, config, 6)
+    optimizer = Optimizer(dict(module.named_parameters()), config, 6)
     for x in data[:3]:
         one_step(module, optimizer, x)
     weights = {k: v.clone() for k, v in module.state_dict().items()}
@@ -65,7 +65,7 @@ def test_resumed_optimizer_goes_on_bit_equal():
         one_step(module, optimizer, x)
     again = nn.Linear(4, 4)
     again.load_state_dict(weights)
-    resumed = Optimizer(again, config, 6)
+    resumed = Optimizer(dict(again.named_parameters()), config, 6)
     resumed.load_state_dict(saved)
     assert resumed.lr == pytest.approx(0.01 * lr_factor(config, 3, 6))
     for x in data[3:]:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from torchspec.errors import ConfigError, RunError
 from torchspec.policy.config import PolicyConfig
-from torchspec.policy.hf import INDEX, WEIGHTS, load_hf_config, save_policy
+from torchspec.policy.hf import INDEX, WEIGHTS, read_folder, save_policy
 from torchspec.policy.titan import build_policy
 
 
@@ -66,7 +66,7 @@ def test_round_trip_is_byte_equal_and_transformers_reads_it(tmp_path, architectu
     save_policy(load(tmp_path / "first"), tmp_path / "second", dtype=dtype)
     assert (tmp_path / "source" / WEIGHTS).read_bytes() == (tmp_path / "first" / WEIGHTS).read_bytes()
     assert files_of(tmp_path / "first") == files_of(tmp_path / "second")
-    assert load_hf_config(tmp_path / "first") == policy.shape
+    assert read_folder(tmp_path / "first").shape == policy.shape
 
     again = AutoModelForCausalLM.from_pretrained(
         tmp_path / "first", attn_implementation="eager", dtype=torch.float32
@@ -86,12 +86,12 @@ def test_a_folder_without_the_entries_of_transformers_5(folder):
     """rope_theta and rope_scaling at the top level, no head_dim of Llama: the spelling before
     rope_parameters."""
     edit(folder, rope_parameters=None, rope_theta=77.0, rope_scaling={"type": "linear", "factor": 2.0})
-    shape = load_hf_config(folder)
+    shape = read_folder(folder).shape
     assert shape.rope_theta == 77.0 and shape.rope_scaling == {"rope_type": "linear", "factor": 2.0}
     edit(folder, head_dim=None)
-    assert load_hf_config(folder).head_dim == 128  # Qwen3Config's default
+    assert read_folder(folder).shape.head_dim == 128  # Qwen3Config's default
     edit(folder, model_type="llama", architectures=["LlamaForCausalLM"], rope_scaling=None)
-    assert load_hf_config(folder).head_dim == 8 and load_hf_config(folder).rope_scaling is None
+    assert read_folder(folder).shape.head_dim == 8 and read_folder(folder).shape.rope_scaling is None
 
 
 def test_shards(tmp_path, folder):

@@ -12,6 +12,7 @@ from policy_oracle import LAYERS, gradients, hf_model, pack, policy_of
 from torchspec.context_parallel.layout import PackedZigzag
 from torchspec.errors import ConfigError
 from torchspec.policy.config import PolicyConfig
+from torchspec.policy.model import PolicyPart
 from torchspec.policy.titan import build_policy
 
 SMALL = dict(hidden_size=48, num_layers=3, num_heads=6, num_kv_heads=2, head_dim=10, intermediate_size=40)
@@ -182,23 +183,18 @@ def test_state_dict_restores_a_tied_policy():
 def test_a_stage_without_embedding_or_norm_takes_and_gives_rows():
     """What a pipeline stage does: layers 0 and then 1..2 with the norm are the whole; tap ids stay the
     model's."""
-    import copy
-
     whole = random_policy()
-    first, last = copy.deepcopy(whole), copy.deepcopy(whole)
-    for index in ("1", "2"):
-        del first.model.layers[index]
-    first.model.norm = None
-    del last.model.layers["0"]
-    last.model.tok_embeddings = None
+    first, last = whole.stage(PolicyPart((0,), True, False)), whole.stage(PolicyPart((1, 2), False, True))
     tokens_T, layout = pack(8, 5)
     expected = whole(tokens_T, layout, ALL_TAPS)
-    middle = first(tokens_T, layout, ALL_TAPS)
-    out = last(middle.hidden_TE, layout, ALL_TAPS)
-    assert torch.equal(out.hidden_TE, expected.hidden_TE)
-    assert set(middle.taps) == {0} and set(out.taps) == {1, 2, 3}
-    for i, tap in {**middle.taps, **out.taps}.items():
+    taps = ({}, {})
+    rows_1TE = last.decode(first.decode(first.embed(tokens_T), layout, ALL_TAPS, taps[0]), layout, ALL_TAPS, taps[1])
+    assert torch.equal(rows_1TE[0], expected.hidden_TE)
+    assert set(taps[0]) == set(first.tap_points()) == {0} and set(taps[1]) == set(last.tap_points()) == {1, 2, 3}
+    for i, tap in {**taps[0], **taps[1]}.items():
         assert torch.equal(tap, expected.taps[i])
+    held = [name for stage in (first, last) for name in stage.hf_parameters()]
+    assert set(held) == set(whole.hf_parameters())
 
 
 def test_refusals_are_sentences():

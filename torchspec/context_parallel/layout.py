@@ -36,6 +36,7 @@ class PackedZigzag:
         device: where the per-token tensors live.
         cp_mesh: one-dimensional DeviceMesh of the ranks that share this pack; rows can move only with it.
         trunk_transport: how a trunk's keys travel between them, "gather" or "ring".
+        padding_documents: so many of the last documents fill the pack up to a wanted size; none of their rows is real.
 
     Attributes:
         doc_lengths, padded_lengths: tuples of int; equal for C = 1, else padded to a multiple of 2C.
@@ -56,6 +57,7 @@ class PackedZigzag:
         device: torch.device | str = "cpu",
         cp_mesh: DeviceMesh | None = None,
         trunk_transport: str = "gather",
+        padding_documents: int = 0,
     ):
         if cp_mesh is not None:
             if cp_mesh.ndim != 1:
@@ -92,6 +94,8 @@ class PackedZigzag:
         self.doc_ids_T = documents.to(device)
         self.doc_end_T = self._doc_lengths_cpu[documents].to(device)
         self.real_T = self.positions_T < self.doc_end_T
+        if padding_documents:
+            self.real_T &= self.doc_ids_T < len(self.doc_lengths) - padding_documents
 
     def _global_rows(self, rank: int, lengths: Tensor, starts: Tensor) -> Tensor:
         """Rows of the whole (padded) pack that ``rank`` holds, in its order: int64 [T]."""

@@ -18,6 +18,7 @@ anchors are made of. Nothing crosses a document, and padding rows are 0 everywhe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -101,6 +102,7 @@ def pack(
     num_ranks: int = 1,
     pad_multiple: int = 1,
     hidden_size: int = 1024,
+    round_up: Callable[[int], int] = lambda count: count,
 ) -> list[list[int]]:
     """Split sequences into microbatches of at most ``tokens_per_microbatch`` tokens and near-equal cost.
 
@@ -115,6 +117,8 @@ def pack(
             many, and those that run at the same time are neighbours in cost. With fewer sequences than ranks
             the last ones are empty.
         pad_multiple: every document occupies a multiple of this many rows (2C under context parallelism).
+        round_up: microbatches of a rank -> the next number, from that on, that can be run (a pipeline schedule does
+            not take every number). Some microbatches may then be empty.
 
     Returns:
         For each microbatch the positions in ``lengths`` that it holds, ascending; costliest microbatch first.
@@ -125,7 +129,7 @@ def pack(
     """
     if num_ranks < 1 or pad_multiple < 1:
         raise ValueError(f"num_ranks = {num_ranks} and pad_multiple = {pad_multiple} must be 1 or more.")
-    rows = [-(-n // pad_multiple) * pad_multiple for n in lengths]
+    rows = [packed_rows([n], pad_multiple) for n in lengths]
     for i, n in enumerate(lengths):
         if n < 1:
             raise ValueError(f"sequence {i} has {n} tokens; an empty sequence cannot be packed.")
@@ -140,11 +144,10 @@ def pack(
     costs = [n + n * n / (12 * hidden_size) for n in rows]
     order = sorted(range(len(rows)), key=lambda i: (-costs[i], i))
     least = _first_fit(rows, order, tokens_per_microbatch)
-    count = -(-least // num_ranks) * num_ranks
-    while (bins := _balance(rows, costs, order, count, tokens_per_microbatch)) is None:
-        count += (
-            num_ranks  # balanced filling may need more room than the tightest one; one bin each always does
-        )
+    each = round_up(-(-least // num_ranks))
+    while (bins := _balance(rows, costs, order, each * num_ranks, tokens_per_microbatch)) is None:
+        # Balanced filling may need more room than the tightest one; one bin for each sequence always does.
+        each = round_up(each + 1)
     bins.sort(key=lambda b: (-b.cost, b.number))
     return [sorted(b.members) for b in bins]
 
@@ -179,6 +182,14 @@ def _balance(
     return bins
 
 
+_PADDING_DOCUMENT = 256  # rows; attention inside a longer one would cost more and more
+
+
+def packed_rows(lengths: Seq[int], pad_multiple: int = 1) -> int:
+    """Rows of a pack of documents of these lengths, each padded to a multiple of ``pad_multiple``."""
+    return sum(-(-n // pad_multiple) * pad_multiple for n in lengths)
+
+
 def build_batch(
     sequences: Seq[Sequence],
     device: torch.device | str = "cpu",
@@ -187,9 +198,13 @@ def build_batch(
     cp_rank: int = 0,
     cp_mesh: DeviceMesh | None = None,
     trunk_transport: str = "gather",
+    fill_to: int = 0,
 ) -> PackedBatch:
     """The tensors of one microbatch. Shifts are made here, before the rows are dealt out to context-parallel
     ranks.
+
+    ``fill_to``: rows of the whole pack (``packed_rows`` of the largest one); documents of padding make up what is missing.
+    Under a pipeline all microbatches have the same rows, and one may hold nothing else.
 
     Raises:
         RunError: no sequence, an empty prompt, or another number of log-probabilities than of response
@@ -199,17 +214,22 @@ def build_batch(
 
     from torchspec.context_parallel.layout import PackedZigzag
 
-    if not sequences:
+    multiple = 1 if cp_size == 1 else 2 * cp_size
+    missing = fill_to - packed_rows([len(s) for s in sequences], multiple)
+    piece = -(-_PADDING_DOCUMENT // multiple) * multiple
+    padding = [min(piece, missing - start) for start in range(0, missing, piece)]
+    if not sequences and not padding:
         raise RunError("a microbatch without sequences cannot be built.")
     for i, sequence in enumerate(sequences):
         _check(i, sequence)
     layout = PackedZigzag(
-        [len(s) for s in sequences],
+        [*(len(s) for s in sequences), *padding],
         cp_size=cp_size,
         cp_rank=cp_rank,
         device=device,
         cp_mesh=cp_mesh,
         trunk_transport=trunk_transport,
+        padding_documents=len(padding),
     )
     total = sum(layout.doc_lengths)
     ints = {name: torch.zeros(total, dtype=torch.int64) for name in ("tokens", "targets")}

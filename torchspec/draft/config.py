@@ -52,6 +52,12 @@ class DraftConfig:
     """Train the draft on every N-th step; its served weights are refitted on those steps."""
     extra_steps: int = 0
     """Further draft-only optimizer steps on this rollout's stored taps after the joint one."""
+    stage: int = -1
+    """Under a pipeline: the stage beside which the draft lives; -1 is the last, where the policy's head is. Another one
+    needs schedule = deferred."""
+    schedule: Literal["inline", "deferred"] = "inline"
+    """Under a pipeline: inline trains the draft in its stage's forward; deferred keeps the taps and fills the time in which
+    its rank would wait for the others. The gradients are the same."""
     compile: bool = False
     """torch.compile the draft's unroll."""
     args: dict[str, Any] = field(default_factory=dict)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -23,22 +24,34 @@ def lr_factor(config: OptimizerConfig, step: int, total_steps: int) -> float:
 
 
 class Optimizer:
-    """AdamW over a module's trainable parameters, with the schedule and the clip of its config.
+    """AdamW over named parameters, with the schedule and the clip of its config.
 
     Weight decay reaches matrices only. The schedule moves when ``step`` is called, so a skipped step does not use it up.
+    State is kept by name, so that ranks that hold other parts of the model can read it.
+
+    Args:
+        named: name -> parameter; those without requires_grad are left out.
+        config: the table.
+        total_steps: length of the schedule.
+        total_norm: (parameters) -> norm of the whole gradient, where other ranks hold parts of it; None: all are here.
     """
 
-    def __init__(self, module: nn.Module, config: OptimizerConfig, total_steps: int) -> None:
-        self.config = config
-        self.total_steps = total_steps
+    def __init__(
+        self,
+        named: Mapping[str, nn.Parameter],
+        config: OptimizerConfig,
+        total_steps: int,
+        total_norm: Callable[[list[nn.Parameter]], torch.Tensor] | None = None,
+    ) -> None:
+        self.config, self.total_steps, self.total_norm = config, total_steps, total_norm
         self.num_steps = 0
-        named = [p for p in module.parameters() if p.requires_grad]
+        self.named = {name: p for name, p in named.items() if p.requires_grad}
+        self.params = list(self.named.values())
         groups = [
-            {"params": [p for p in named if p.ndim >= 2], "weight_decay": config.weight_decay},
-            {"params": [p for p in named if p.ndim < 2], "weight_decay": 0.0},
+            {"params": [p for p in self.params if p.ndim >= 2], "weight_decay": config.weight_decay},
+            {"params": [p for p in self.params if p.ndim < 2], "weight_decay": 0.0},
         ]
         groups = [group for group in groups if group["params"]]
-        self.params = named
         self.adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
 
     @property
@@ -49,7 +62,11 @@ class Optimizer:
     def clip(self) -> torch.Tensor:
         """Clip the gradients in place; return their global norm before clipping (0-d, fp32)."""
         limit = self.config.max_grad_norm or math.inf
-        return torch.nn.utils.clip_grad_norm_(self.params, limit)
+        if self.total_norm is None:
+            return torch.nn.utils.clip_grad_norm_(self.params, limit)
+        norm = self.total_norm(self.params)
+        torch.nn.utils.clip_grads_with_norm_(self.params, limit, norm)
+        return norm
 
     def step(self) -> None:
         """Apply one update at the current learning rate, then clear the gradients."""
@@ -65,9 +82,14 @@ class Optimizer:
 
     def state_dict(self) -> dict:
         """Everything a resumed run needs to go on bit-equal."""
-        return {"adamw": self.adamw.state_dict(), "num_steps": self.num_steps}
+        moments = {name: dict(self.adamw.state[p]) for name, p in self.named.items() if p in self.adamw.state}
+        return {"adamw": moments, "num_steps": self.num_steps}
 
     def load_state_dict(self, state: dict) -> None:
-        """Take back what ``state_dict`` gave."""
-        self.adamw.load_state_dict(state["adamw"])
+        """Take back what ``state_dict`` gave; names of other parameters are passed over."""
         self.num_steps = state["num_steps"]
+        self.adamw.state.clear()
+        for name, p in self.named.items():
+            if name in state["adamw"]:
+                moments = state["adamw"][name]  # AdamW counts its steps in a tensor on the CPU
+                self.adamw.state[p] = {k: v.clone() if k == "step" else v.to(p, copy=True) for k, v in moments.items()}

@@ -28,8 +28,9 @@ def forward_only_schedule(name: str, stages: Sequence[Any], num_microbatches: in
 
     holders = rank_of_stages(name, stages[0].group_size, len(stages))
     if len(holders) == stages[0].group_size:
-        return ScheduleGPipe(stages[0], num_microbatches)  # no loss function: its backward half does nothing
-    schedule = get_schedule_class(name)(list(stages), num_microbatches)
+        # No loss function: its backward half does nothing. But for scale_grads it would divide the gradients that are there.
+        return ScheduleGPipe(stages[0], num_microbatches, scale_grads=False)
+    schedule = get_schedule_class(name)(list(stages), num_microbatches, scale_grads=False)
     for rank, order in schedule.pipeline_order_with_comms.items():
         flat = [part for entry in order for part in entry.sub_actions or (entry,)]
         schedule.pipeline_order_with_comms[rank] = [

@@ -21,7 +21,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -95,6 +94,7 @@ class CoTrainPipeline:
         self._kept: list[tuple[dict[int, Tensor], Tensor]] = []
         self._needed: set[int] = set()  # stages of this rank that capture taps
         self._stage_of_tap: dict[int, int] = {}
+        self._hooks: list[Any] = []
         if channel is not None:
             self._check_plan(channel, tap_points)
             for tap, module in tap_points.items():
@@ -239,7 +239,12 @@ class CoTrainPipeline:
             if self._armed == home:
                 self._captured[tap] = _rows(args[0])
 
-        module.register_forward_pre_hook(capture)
+        self._hooks.append(module.register_forward_pre_hook(capture))
+
+    def close(self) -> None:
+        """Take the hooks off the tap points; the pipeline sends no taps after this."""
+        for hook in self._hooks:
+            hook.remove()
 
     def _after_forward(self, stage: Any, m: int, output: Any) -> None:
         channel = self.channel
@@ -337,22 +342,6 @@ def entries(log: Sequence[tuple]) -> list[tuple]:
     """The pipeline's own actions and messages in a log, without times and without the draft: what must not
     change."""
     return [entry[:3] if entry[0] in COMPUTE_KINDS else entry for entry in log if entry[0] != "draft"]
-
-
-def new_pipeline_group(
-    columns: Sequence[Sequence[int]], deadline_s: float, backend: str | None = None
-) -> Any:
-    """A process group for every pipeline, whose waits end after ``deadline_s``; returns the caller's own.
-
-    Give it to the stages (``PipelineStage(group=...)``): gloo takes the deadline of a wait from the group,
-    when it is made. Every rank of the world calls this with the same ``columns``.
-    """
-    mine = None
-    for column in columns:
-        group = dist.new_group(list(column), timeout=timedelta(seconds=deadline_s), backend=backend)
-        if dist.get_rank() in column:
-            mine = group
-    return mine
 
 
 def _rows(value: Any) -> Tensor:

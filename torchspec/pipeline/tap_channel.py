@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -296,42 +297,29 @@ class TapChannel:
                 )
 
     def _waiting(self, action: Callable[[], None], what: str, peer: int) -> None:
-        """Run a wait of the transport; its failure becomes a sentence."""
-        role = f" (draft, stage {self.plan.draft_stage})" if self.is_draft else ""
+        """Run a wait of the transport and add up its seconds."""
         start = time.monotonic()
         try:
-            action()
-        except LinkTimeout as error:
-            raise TapTimeout(
-                f"Rank {self.rank}{role} waited {time.monotonic() - start:.1f} s {what}; the "
-                f"deadline is {self.deadline_s:g} s. Rank {peer} is stuck, slow or lost a message: see its "
-                "own error, or raise pipeline.deadline_s."
-            ) from error
-        except LinkLost as error:
-            raise TapPeerLost(
-                f"Rank {self.rank}{role} waited {time.monotonic() - start:.1f} s {what}, and "
-                f"rank {peer} has ended. See that rank's own error."
-            ) from error
+            with _sentences(self.rank, self.plan, self.deadline_s, what, peer):
+                action()
         finally:
             self.wait_seconds += time.monotonic() - start
 
 
-def open_channel(
+def open_links(
     plan: TapPlan,
     columns: Sequence[Sequence[int]],
     *,
-    num_rows: int,
-    width: int,
-    dtype: torch.dtype,
     device: torch.device | str = "cpu",
     deadline_s: float = 240.0,
-) -> TapChannel:
-    """Make the channel's process groups and its slots, and warm the links up. Every rank of the world calls
-    this.
+) -> dict[int, TapTransport]:
+    """Make the process groups of the links and warm them up. Every rank of the world calls this.
+
+    They serve every plan with the same source ranks and the same draft's rank, one step at a time.
 
     ``columns``: the global ranks of every pipeline (one list per data- and context-parallel place), in
-    pipeline order; the caller belongs to exactly one. Raises PipelineError if it does not, and the channel's
-    errors if a link cannot be warmed up.
+    pipeline order; the caller belongs to exactly one. Returns the caller's links by source rank. Raises
+    PipelineError if it belongs to none, and the channel's errors if a link cannot be warmed up.
     """
     device, here = torch.device(device), dist.get_rank()
     mine = [list(column) for column in columns if here in column]
@@ -355,12 +343,53 @@ def open_channel(
                 links[source] = (
                     NcclTransport(group, device) if device.type == "cuda" else GlooTransport(group)
                 )
-    channel = TapChannel(
-        plan, rank, links, num_rows=num_rows, width=width, dtype=dtype, device=device, deadline_s=deadline_s
-    )
+    is_draft = rank == plan.draft_rank
     for source, link in links.items():
-        peer = source if channel.is_draft else plan.draft_rank
-        channel._waiting(
-            lambda link=link: link.warm_up(deadline_s), f"to warm up the tap link with rank {peer}", peer
-        )
-    return channel
+        peer = source if is_draft else plan.draft_rank
+        with _sentences(rank, plan, deadline_s, f"to warm up the tap link with rank {peer}", peer):
+            link.warm_up(deadline_s)
+    return links
+
+
+def open_channel(
+    plan: TapPlan,
+    columns: Sequence[Sequence[int]],
+    *,
+    num_rows: int,
+    width: int,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    deadline_s: float = 240.0,
+) -> TapChannel:
+    """``open_links`` and the channel of ``plan`` on them."""
+    links = open_links(plan, columns, device=device, deadline_s=deadline_s)
+    rank = next(column.index(dist.get_rank()) for column in map(list, columns) if dist.get_rank() in column)
+    return TapChannel(
+        plan,
+        rank,
+        links,
+        num_rows=num_rows,
+        width=width,
+        dtype=dtype,
+        device=torch.device(device),
+        deadline_s=deadline_s,
+    )
+
+
+@contextmanager
+def _sentences(rank: int, plan: TapPlan, deadline_s: float, what: str, peer: int) -> Iterator[None]:
+    """A wait of the transport; its failure becomes a sentence."""
+    role = f" (draft, stage {plan.draft_stage})" if rank == plan.draft_rank else ""
+    start = time.monotonic()
+    try:
+        yield
+    except LinkTimeout as error:
+        raise TapTimeout(
+            f"Rank {rank}{role} waited {time.monotonic() - start:.1f} s {what}; the deadline is {deadline_s:g} s. "
+            f"Rank {peer} is stuck, slow or lost a message: see its own error, or raise pipeline.deadline_s."
+        ) from error
+    except LinkLost as error:
+        raise TapPeerLost(
+            f"Rank {rank}{role} waited {time.monotonic() - start:.1f} s {what}, and rank {peer} has ended. "
+            "See that rank's own error."
+        ) from error

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,11 +66,6 @@ def read_folder(folder: Path) -> Source:
     )
 
 
-def load_hf_config(folder: Path | str) -> PolicyShape:
-    """The shape that a folder's config.json declares; raises ConfigError as ``read_folder`` does."""
-    return read_folder(Path(folder)).shape
-
-
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -97,7 +93,7 @@ def load_weights(policy: Policy, folder: Path) -> None:
         where = {name: file for file in files.values() for name in file.keys()}
         _check_index(folder, where)
         tied_head = where.pop("lm_head.weight", None) if policy.shape.tie_word_embeddings else None
-        _check_census(where, {name: tuple(p.shape) for name, p in parameters.items()}, folder)
+        _check_census(where, policy.hf_shapes, folder)
         for name, parameter in parameters.items():
             parameter.copy_(where[name].get_tensor(name))
         if tied_head is not None and not torch.equal(
@@ -179,6 +175,7 @@ def save_policy(
     tokenizer: Any = None,
     dtype: torch.dtype = torch.float32,
     shard_bytes: int = SHARD_BYTES,
+    weights: Iterable[tuple[str, torch.Tensor]] | None = None,
 ) -> None:
     """Write the policy as a Hugging Face folder, complete or not at all.
 
@@ -190,6 +187,7 @@ def save_policy(
         tokenizer: an object with ``save_pretrained``, a folder whose tokenizer files are copied, or None.
         dtype: of the stored weights; a folder read and saved in its own dtype has the same bytes.
         shard_bytes: weights beyond this go into several files with an index.
+        weights: of the whole model, where ``policy`` is a part of it; None: the policy's.
 
     Raises:
         RunError: the disk refused; what was in ``folder`` is still there.
@@ -201,7 +199,9 @@ def save_policy(
         with replacing_folder(folder) as new:
             _write_configs(policy, new, tokenizer, dtype)
             _write_tokenizer(tokenizer, new)
-            _write_weights(policy, new, dtype, shard_bytes)
+            _write_weights(
+                policy.hf_weights(include_tied_head=False) if weights is None else weights, new, dtype, shard_bytes
+            )
     except (OSError, SafetensorError) as error:
         raise RunError(
             f"The policy could not be saved to {folder}: {error}. What was there before is untouched; free "
@@ -235,30 +235,35 @@ def _write_tokenizer(tokenizer: Any, new: Path) -> None:
         tokenizer.save_pretrained(new)
 
 
-def _write_weights(policy: Policy, new: Path, dtype: torch.dtype, shard_bytes: int) -> None:
-    from safetensors.torch import save_file
+def _write_weights(
+    weights: Iterable[tuple[str, torch.Tensor]], new: Path, dtype: torch.dtype, shard_bytes: int
+) -> None:
+    """One pass over ``weights``: a shard is written as soon as it is full, and named when their number is known."""
+    shard: dict[str, torch.Tensor] = {}
+    parts: list[list[str]] = []
+    size = total = 0
 
-    shards: list[dict[str, Any]] = [{}]
-    size = 0
-    parameters = policy.hf_parameters()
-    for name, parameter in parameters.items():
-        num_bytes = parameter.numel() * dtype.itemsize
-        if shards[-1] and size + num_bytes > shard_bytes:
-            shards.append({})
+    def write() -> None:
+        from safetensors.torch import save_file
+
+        parts.append(list(shard))
+        save_file(shard, new / f"part-{len(parts)}", metadata={"format": "pt"})
+        shard.clear()
+
+    for name, tensor in weights:
+        num_bytes = tensor.numel() * dtype.itemsize
+        if shard and size + num_bytes > shard_bytes:
+            write()
             size = 0
-        shards[-1][name] = num_bytes
-        size += num_bytes
-    weights = policy.hf_weights(include_tied_head=False)  # in the order of hf_parameters
+        shard[name] = tensor.to("cpu", dtype).contiguous()
+        size, total = size + num_bytes, total + num_bytes
+    write()
     weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        file = WEIGHTS if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {
-            name: tensor.to("cpu", dtype).contiguous() for name, tensor in (next(weights) for _ in shard)
-        }
-        save_file(tensors, new / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(shard, file)
-    if len(shards) > 1:
-        total = sum(sum(shard.values()) for shard in shards)
+    for number, names in enumerate(parts, 1):
+        file = WEIGHTS if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        (new / f"part-{number}").rename(new / file)
+        weight_map |= dict.fromkeys(names, file)
+    if len(parts) > 1:
         _write_json(new / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 

@@ -37,6 +37,15 @@ class PolicyOutput:
     taps: dict[int, Tensor]
 
 
+@dataclass(frozen=True)
+class PolicyPart:
+    """What of a policy one rank or one pipeline stage holds: some layers, the embedding, the final norm with the head."""
+
+    layers: tuple[int, ...]
+    embed: bool
+    head: bool
+
+
 class Policy(nn.Module):
     """A decoder of ``torchspec.policy.titan`` with master weights in one dtype and compute in another.
 
@@ -52,6 +61,7 @@ class Policy(nn.Module):
         activation_checkpoint: recompute each layer in the backward, except the attention op's output.
 
     Attributes:
+        hf_shapes: of the whole model, Hugging Face name -> shape.
         hf_config, generation_config: what config.json and generation_config.json of the folder that the
             policy came from hold ({} and None for a policy built from sizes); carried on by ``save_policy``.
     """
@@ -61,6 +71,7 @@ class Policy(nn.Module):
         decoder: nn.Module,
         shape: PolicyShape,
         hf_names: Mapping[str, str],
+        hf_shapes: Mapping[str, tuple[int, ...]],
         *,
         compute_dtype: torch.dtype,
         activation_checkpoint: bool = False,
@@ -68,7 +79,9 @@ class Policy(nn.Module):
         super().__init__()
         self.model, self.shape, self.compute_dtype = decoder, shape, compute_dtype
         self.activation_checkpoint = activation_checkpoint
-        self._hf_names = dict(hf_names)
+        self._hf_names, self.hf_shapes = dict(hf_names), dict(hf_shapes)
+        if shape.tie_word_embeddings:  # the name of a last stage's own copy; else the embedding comes first
+            self._hf_names["lm_head.weight"] = "model.embed_tokens.weight"
         self.hf_config: dict[str, Any] = {}
         self.generation_config: dict[str, Any] | None = None
 
@@ -76,7 +89,7 @@ class Policy(nn.Module):
         """Run this rank's rows of a pack.
 
         Args:
-            tokens_T: int64 [T]; on a pipeline stage without the embedding, the previous stage's rows [T, E].
+            tokens_T: int64 [T].
             layout: of the pack; attention never crosses its documents.
             tap_ids: from 0 to L.
 
@@ -90,19 +103,48 @@ class Policy(nn.Module):
             )
         if wrong := [i for i in tap_ids if not 0 <= i <= num_layers]:
             raise ValueError(f"Tap id {wrong[0]} does not exist in a policy of {num_layers} layers.")
-        embed = self.model.tok_embeddings
-        x_1TE = (tokens_T if embed is None else embed(tokens_T).to(self.compute_dtype)).unsqueeze(0)
-        rope = self._rope_tables(layout)
         taps: dict[int, Tensor] = {}
+        x_1TE = self.decode(self.embed(tokens_T), layout, tap_ids, taps)
+        return PolicyOutput(x_1TE[0], taps)
+
+    def embed(self, tokens_T: Tensor) -> Tensor:
+        """Embedding rows [1, T, E] of int64 tokens, in the compute dtype."""
+        return self.model.tok_embeddings(tokens_T).to(self.compute_dtype).unsqueeze(0)
+
+    def decode(
+        self, x_1TE: Tensor, layout: PackedZigzag, tap_ids: tuple[int, ...] = (), taps: dict[int, Tensor] | None = None
+    ) -> Tensor:
+        """The layers (and the final norm) that are here: rows [1, T, E] -> rows [1, T, E]; fills ``taps``."""
+        rope = self._rope_tables(layout)
         for index, layer in self.model.layers.items():
             if int(index) in tap_ids:
                 taps[int(index)] = x_1TE.detach()[0]
             x_1TE = self._run_layer(layer, x_1TE, layout, rope)
         if self.model.norm is not None:
-            if num_layers in tap_ids:
-                taps[num_layers] = x_1TE.detach()[0]
+            if self.shape.num_layers in tap_ids:
+                taps[self.shape.num_layers] = x_1TE.detach()[0]
             x_1TE = self._cast_call(self.model.norm, x_1TE)
-        return PolicyOutput(x_1TE[0], taps)
+        return x_1TE
+
+    def stage(self, part: PolicyPart) -> Policy:
+        """The part of this policy that a pipeline stage runs, over the same modules and parameters."""
+        model, decoder = self.model, nn.Module()
+        decoder.tok_embeddings = model.tok_embeddings if part.embed else None
+        decoder.layers = nn.ModuleDict({str(i): model.layers[str(i)] for i in part.layers})
+        decoder.norm, decoder.lm_head = (model.norm, model.lm_head) if part.head else (None, None)
+        return Policy(
+            decoder,
+            self.shape,
+            self._hf_names,
+            self.hf_shapes,
+            compute_dtype=self.compute_dtype,
+            activation_checkpoint=self.activation_checkpoint,
+        )
+
+    def tap_points(self) -> dict[int, nn.Module]:
+        """Tap id -> the module here whose first positional input is the tap."""
+        points: dict[int, nn.Module] = {int(index): layer for index, layer in self.model.layers.items()}
+        return points | ({self.shape.num_layers: self.model.norm} if self.model.norm is not None else {})
 
     def _rope_tables(self, layout: PackedZigzag) -> tuple[Tensor, Tensor]:
         """cos and sin [T, F], once for all layers; in fp32, or fp64 where compute is."""

@@ -64,7 +64,7 @@ from torchtitan.protocols.module import Module  # noqa: E402
 from torchspec.context_parallel.layout import PackedZigzag  # noqa: E402
 from torchspec.context_parallel.trunk import packed_attention  # noqa: E402
 from torchspec.policy.config import PolicyConfig  # noqa: E402
-from torchspec.policy.model import Policy  # noqa: E402
+from torchspec.policy.model import Policy, PolicyPart  # noqa: E402
 from torchspec.policy.shape import PolicyShape, check_vocabulary, shape_from_config  # noqa: E402
 from torchspec.rope import apply_rope  # noqa: E402
 
@@ -204,20 +204,37 @@ def empty_policy(
     dtype: torch.dtype = torch.float32,
     compute_dtype: torch.dtype | None = None,
     activation_checkpoint: bool = False,
+    part: PolicyPart | None = None,
 ) -> Policy:
-    """A policy whose weights are uninitialised memory; the global generators are not touched."""
+    """A policy, or the ``part`` of it that this rank holds, whose weights are uninitialised memory; the global generators
+    are not touched."""
     with torch.device("meta"):  # torch's own layers would draw their initial values from the global generator
         decoder = decoder_config(shape).build()
+    hf_shapes = {hf_name(name): tuple(p.shape) for name, p in decoder.named_parameters()}
+    if part is not None:
+        _keep_only(decoder, part)
     decoder.to(dtype).to_empty(device=device)
-    if shape.tie_word_embeddings:  # to_empty gave each of the two names its own memory
+    if shape.tie_word_embeddings and None not in (decoder.tok_embeddings, decoder.lm_head):
+        # to_empty gave each of the two names its own memory
         decoder.tok_embeddings.weight = decoder.lm_head.weight
     return Policy(
         decoder,
         shape,
         {name: hf_name(name) for name, _ in decoder.named_parameters()},
+        hf_shapes,
         compute_dtype=compute_dtype or dtype,
         activation_checkpoint=activation_checkpoint,
     )
+
+
+def _keep_only(decoder: torch.nn.Module, part: PolicyPart) -> None:
+    for index in list(decoder.layers):
+        if int(index) not in part.layers:
+            del decoder.layers[index]
+    if not part.embed:
+        decoder.tok_embeddings = None
+    if not part.head:
+        decoder.norm = decoder.lm_head = None
 
 
 @torch.no_grad()
@@ -244,6 +261,21 @@ def init_weights(policy: Policy, seed: int) -> None:
         parameter.copy_(values)
 
 
+def read_shape(config: PolicyConfig, vocab_size: int | None) -> PolicyShape:
+    """The shape of the [policy] table's model: of ``config.path``, or of the sizes in the table.
+
+    Raises:
+        ConfigError: what of the folder or the table cannot work.
+    """
+    if not config.path:
+        return shape_from_config(config, vocab_size)
+    from torchspec.policy.hf import read_folder
+
+    shape = read_folder(Path(config.path)).shape
+    check_vocabulary(shape, vocab_size)
+    return shape
+
+
 def build_policy(
     config: PolicyConfig,
     *,
@@ -252,6 +284,7 @@ def build_policy(
     device: torch.device | str,
     dtype: torch.dtype = torch.float32,
     compute_dtype: torch.dtype | None = None,
+    part: PolicyPart | None = None,
 ) -> Policy:
     """The policy of the [policy] table: read from ``config.path``, or random.
 
@@ -261,25 +294,25 @@ def build_policy(
         seed: of the random weights.
         device, dtype: of the master weights.
         compute_dtype: of the forward; None: the master dtype.
+        part: what this rank of a pipeline holds; None: everything.
 
     Raises:
         ConfigError: what of the folder or the table cannot work.
     """
     from torchspec.policy.hf import load_weights, read_folder
 
-    options = dict(
+    policy = empty_policy(
+        read_shape(config, vocab_size),
         device=device,
         dtype=dtype,
         compute_dtype=compute_dtype,
         activation_checkpoint=config.activation_checkpoint,
+        part=part,
     )
     if not config.path:
-        policy = empty_policy(shape_from_config(config, vocab_size), **options)
         init_weights(policy, seed)
         return policy
     source = read_folder(Path(config.path))
-    check_vocabulary(source.shape, vocab_size)
-    policy = empty_policy(source.shape, **options)
     policy.hf_config, policy.generation_config = source.config, source.generation_config
     load_weights(policy, Path(config.path))
     return policy
