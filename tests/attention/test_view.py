@@ -70,3 +70,9 @@ def test_tiles_cover_every_pair_once(window):
             )
         rows = torch.tensor([0, 16, 24])[layout.doc_ids_T] + layout.positions_T
         assert torch.equal(painted, mask[rows])
+
+
+def test_a_document_that_cannot_be_cut_is_refused():
+    view = TrunkView(torch.tensor([0, 8, 14], dtype=torch.int32), 8, cp_size=2)
+    with pytest.raises(ValueError, match="A document of 6 rows cannot be cut into 4 equal chunks"):
+        visible_pairs(view, 7, 14)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch._library.custom_ops import OPDEFS
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -158,6 +158,23 @@ def test_the_host_never_waits_and_documents_cost_no_launch(layout_of, function, 
 def test_a_sliding_window_in_gather(layout_of, function, size):
     one, many = (launched(function, layout_of(x, size), 5) for x in (ONE, MANY))
     assert one == many and one["aten::_flash_attention_forward"]
+
+
+@pytest.mark.parametrize("size, trunk_transport", [(1, "gather"), (2, "gather"), (2, "ring")])
+def test_the_gradient_of_lse(layout_of, size, trunk_transport):
+    def both(layout: PackedZigzag, window: int) -> None:
+        tensors = [leaf(layout.num_tokens, h) for h in (HEADS, GROUPS, GROUPS, GROUPS, GROUPS)]
+        if size > 1:
+            tensors = [DTensor.from_local(x, layout.cp_mesh, [Shard(0)]) for x in tensors]
+        q, k, v, kb, vb = tensors
+        found = branch_attention(
+            q, k, v, [kb], [vb], layout.cu_seqlens, layout.max_seqlen, 0.3, transport=trunk_transport
+        )
+        out, lse = (x if size == 1 else x.to_local() for x in found)
+        (out.float().sum() + lse.sum()).backward()
+
+    one, many = (launched(both, layout_of(x, size, size - 1, trunk_transport)) for x in (ONE, MANY))
+    assert one == many and one["aten::_flash_attention_backward"]
 
 
 def test_a_new_packing_waits_for_nothing(layout_of):
