@@ -1,6 +1,7 @@
 """What context parallelism costs: bytes on the wire, balance, memory, exactness; and its attention's time.
 
     python tools/bench_context_parallel.py [--quick] [--only counts] [--json FILE] [--device cuda]
+                                           [--flops-per-s 4e14] [--link-gb-per-s 50]
 
 Table "counts": real gloo ranks run the K-pass unroll of one draft layer; bytes are counted at the
 collectives, errors are against the dense fp64 oracle.  wire_units: bytes that one rank sends per layer and
@@ -8,9 +9,15 @@ microbatch, in units of its K0 + V0 in bf16.  paper_units: the same for the ring
 K (2(C-1) + 2C).  automodel_units: for NeMo Automodel's zigzag ring, which expands keys to the query heads,
 K (8C-4) / 2 * H / Hkv.
 
-Table "scaling": one device computes what each rank of C would (one pass, forward and backward), so a strong
-scaling is predicted: slowest rank's time + bytes over the link, nothing overlapped.  On a CPU the shapes are
-small; with ``--device cuda`` the same code runs at 32K-256K tokens in bf16.  The CUDA path has not been run.
+Table "kernel": one device computes what each rank of C would (one pass, forward and backward; ring and gather
+are emulated by the shapes of their pieces): time and achieved FLOP/s of the slowest rank.  On a CPU the shapes
+are small; with ``--device cuda`` the same code runs at 32K-256K tokens in bf16.  The CUDA path has not been run.
+
+Table "prediction": strong scaling of one layer of a draft at 256K tokens, 32 query and 8 key/value heads of 128.
+Its seconds are computed, not measured: the slowest rank's FLOPs over a rate, plus bytes over the link, nothing
+overlapped.  The rate is the kernel's of the table above where that has 256K tokens; on a CPU it is that of C = 1 at
+the most tokens, in fp32 (there the chunks of a larger C are too small to speak for 256K, where they are no smaller
+than that); or it is what you give with ``--flops-per-s``.  ``rate_from`` says which.
 
 Legend: C ranks, K passes, H query heads, G key/value heads, D head dim.
 """
@@ -30,7 +37,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 
-from torchspec.attention.oracle import dense_branch_attention
+from torchspec.attention.oracle import DenseTrunk
 from torchspec.attention.view import FULL, TrunkView, visible_pairs
 from torchspec.context_parallel.layout import PackedZigzag
 from torchspec.context_parallel.trunk import Trunk
@@ -38,6 +45,7 @@ from torchspec.context_parallel.wire import WireCounter
 
 LENGTHS = [130, 1, 222, 71]
 HEADS, GROUPS, DIM = 8, 2, 16
+MODEL_TOKENS, MODEL_HEADS = 262144, (32, 8, 128)
 TIMEOUT = datetime.timedelta(seconds=120)
 DEADLINE_S = 600
 
@@ -56,27 +64,6 @@ def leaves(passes: int) -> list[list[torch.Tensor]]:
         ]
         for _ in range(passes)
     ]
-
-
-class DenseTrunk:
-    """``Trunk`` on one rank by the dense oracle."""
-
-    def __init__(self, layout: PackedZigzag):
-        self.layout, self.keys, self.values = layout, [], []
-
-    def attend(self, q, k, v):
-        self.keys.append(k)
-        self.values.append(v)
-        return dense_branch_attention(
-            q,
-            self.keys[0],
-            self.values[0],
-            self.keys[1:],
-            self.values[1:],
-            self.layout.cu_seqlens,
-            self.layout.max_seqlen,
-            DIM**-0.5,
-        )[0]
 
 
 def unroll(trunk, passes) -> list[torch.Tensor]:
@@ -192,8 +179,8 @@ def count_rows(sizes: list[int], passes: list[int]) -> list[dict]:
     return rows
 
 
-# ---- table "scaling"
-# -------------------------------------------------------------------------------------------------
+# ---- tables "kernel" and "prediction"
+# ----------------------------------------------------------------------------------
 
 
 def synchronize(device: str) -> None:
@@ -240,44 +227,74 @@ def timed(function, device: str, repeats: int) -> float:
     return statistics.median(seconds)
 
 
-def scaling_rows(args, tokens: list[int], heads: tuple[int, int, int]) -> list[dict]:
+def documents(total: int) -> list[int]:
+    """A ragged pack of ``total`` tokens: halves, the last two equal."""
+    return [total // 2, total // 4, total // 8, total - total // 2 - total // 4 - total // 8]
+
+
+def kernel_rows(args, tokens: list[int], heads: tuple[int, int, int]) -> list[dict]:
     """The table of times: the slowest of the first, middle and last rank, for C = 1, 2, 4, 8."""
-    h, g, d = heads
+    h, _, d = heads
     dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
     rows = []
     for total in tokens:
-        lengths = [total // 2, total // 4, total // 8, total - total // 2 - total // 4 - total // 8]
-        base: dict[str, float] = {}
         for transport in ("gather", "ring"):
             for size in (1, 2, 4, 8):
                 seconds, flops = 0.0, 0
                 for rank in sorted({0, size // 2, size - 1}):
-                    layout = PackedZigzag(lengths, cp_size=size, cp_rank=rank, device=args.device)
+                    layout = PackedZigzag(documents(total), cp_size=size, cp_rank=rank, device=args.device)
                     function, pairs = rank_work(layout, transport, heads, args.device, dtype)
                     seconds = max(seconds, timed(function, args.device, args.repeats))
                     flops = max(flops, 14 * h * d * pairs)
-                widening = 4 // dtype.itemsize
-                units = (
-                    (size - 1) * (1 + widening) if transport == "gather" else 2 * (size - 1) + widening * size
-                )
-                wire = (units if size > 1 else 0) * layout.num_tokens * 2 * g * d * dtype.itemsize
-                predicted = seconds + wire / (args.link_gb_per_s * 1e9)
-                base.setdefault(transport, predicted)
+                rate = flops / seconds
                 rows.append(
                     {
-                        "table": "scaling",
+                        "table": "kernel",
                         "transport": transport,
                         "tokens": total,
                         "C": size,
                         "dtype": str(dtype)[6:],
                         "kernel_seconds": seconds,
-                        "tflops_per_s": flops / seconds / 1e12,
-                        "share_of_peak": flops / seconds / (args.peak_tflops * 1e12)
-                        if args.peak_tflops
-                        else None,
-                        "wire_bytes": wire,
-                        "predicted_seconds": predicted,
-                        "predicted_speedup": base[transport] / predicted,
+                        "gflops_per_s": rate / 1e9,
+                        "share_of_peak": rate / (args.peak_tflops * 1e12) if args.peak_tflops else None,
+                    }
+                )
+    return rows
+
+
+def prediction_rows(args, kernel: list[dict]) -> list[dict]:
+    """Strong scaling 1 -> 8 of one draft layer: FLOPs over a rate plus bytes over the link, bf16 on the wire."""
+    h, g, d = MODEL_HEADS
+    most = max((row["tokens"] for row in kernel), default=0)
+    measured = {(r["transport"], r["C"]): r["gflops_per_s"] * 1e9 for r in kernel if r["tokens"] == most}
+    source = "given" if args.flops_per_s else f"{args.device}, {most} tokens, {kernel[0]['dtype']}"
+    rows = []
+    for transport in ("gather", "ring"):
+        for passes in (1, 7):
+            alone = None
+            for size in (1, 2, 4, 8):
+                layout = PackedZigzag(documents(MODEL_TOKENS), cp_size=size, cp_rank=size - 1)
+                view = TrunkView(layout.cu_seqlens, layout.max_seqlen, 0, size, size - 1, FULL)
+                pairs = visible_pairs(view, layout.num_tokens, layout.num_tokens_global)
+                here = (transport, size) if most == MODEL_TOKENS else ("gather", 1)
+                rate = args.flops_per_s or measured[here]
+                units = passes * (2 * (size - 1) + 2 * size) if transport == "ring" else 3 * (size - 1)
+                wire = (units if size > 1 else 0) * layout.num_tokens * 2 * g * d * torch.bfloat16.itemsize
+                compute, travel = passes * 14 * h * d * pairs / rate, wire / (args.link_gb_per_s * 1e9)
+                alone = alone or compute + travel
+                rows.append(
+                    {
+                        "table": "prediction",
+                        "transport": transport,
+                        "K": passes,
+                        "C": size,
+                        "tokens": MODEL_TOKENS,
+                        "rate_from": source,
+                        "gflops_per_s": rate / 1e9,
+                        "compute_seconds": compute,
+                        "wire_gb": wire / 1e9,
+                        "wire_seconds": travel,
+                        "predicted_speedup": alone / (compute + travel),
                     }
                 )
     return rows
@@ -319,8 +336,11 @@ def main() -> None:
     parser.add_argument(
         "--peak-tflops", type=float, default=0.0, help="the card's matrix peak in the dtype used"
     )
+    parser.add_argument(
+        "--flops-per-s", type=float, default=0.0, help="your card's, for the prediction, in place of the measured"
+    )
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--only", choices=["counts", "scaling"], help="one table only")
+    parser.add_argument("--only", choices=["counts", "scaling"], help="counts, or times and the prediction")
     args = parser.parse_args()
     torch.set_num_threads(1)
 
@@ -333,12 +353,15 @@ def main() -> None:
             tokens, heads = ([32768] if args.quick else [32768, 65536, 131072, 262144]), (32, 8, 128)
         else:
             tokens, heads = ([512] if args.quick else [2048, 4096]), (8, 2, 64)
-        scaling = scaling_rows(args, tokens, heads)
+        kernel = kernel_rows(args, tokens, heads)
+        show(f"kernel (measured on {args.device}; one pass, forward and backward)", kernel)
+        prediction = prediction_rows(args, kernel)
         show(
-            f"scaling ({args.device}; one pass, forward and backward; link {args.link_gb_per_s} GB/s)",
-            scaling,
+            f"prediction (computed, not measured: one draft layer, {MODEL_TOKENS} tokens; "
+            f"link {args.link_gb_per_s:g} GB/s)",
+            prediction,
         )
-        rows += scaling
+        rows += kernel + prediction
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
 

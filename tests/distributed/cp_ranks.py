@@ -12,7 +12,6 @@ import torch
 from gloo_ranks import results_of
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from torchspec.attention.oracle import dense_branch_attention
 from torchspec.context_parallel.layout import PackedZigzag
 from torchspec.context_parallel.trunk import Trunk, packed_attention
 from torchspec.context_parallel.wire import WireCounter
@@ -29,28 +28,6 @@ def _on_mesh(rank: int, world: int, function: Callable, args: tuple):
 def run_ranks(world: int, function: Callable, *args) -> list:
     """``function(mesh, *args)`` on ``world`` gloo ranks: their results in rank order."""
     return results_of(_on_mesh, world, world, function, args)
-
-
-class DenseTrunk:
-    """``Trunk`` on one rank by the dense oracle."""
-
-    def __init__(self, layout: PackedZigzag, window: int = 0):
-        self.layout, self.window, self.keys, self.values = layout, window, [], []
-
-    def attend(self, q, k, v):
-        self.keys.append(k)
-        self.values.append(v)
-        return dense_branch_attention(
-            q,
-            self.keys[0],
-            self.values[0],
-            self.keys[1:],
-            self.values[1:],
-            self.layout.cu_seqlens,
-            self.layout.max_seqlen,
-            q.shape[-1] ** -0.5,
-            self.window,
-        )[0]
 
 
 def leaves(ratio: int, passes: int = PASSES, seed: int = 0, lengths=LENGTHS) -> list[list[torch.Tensor]]:

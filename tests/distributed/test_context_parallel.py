@@ -16,7 +16,7 @@ import pytest
 import torch
 from cp_ranks import BF16_LENGTHS, CASES, DIM, GROUPS, LENGTHS, PASSES, SHIFTS
 
-from torchspec.attention.oracle import dense_branch_attention
+from torchspec.attention.oracle import DenseTrunk, dense_branch_attention
 from torchspec.context_parallel.layout import PackedZigzag
 from torchspec.context_parallel.trunk import Trunk
 
@@ -39,7 +39,7 @@ def oracle(kind: str, ratio: int, window: int):
     layout = PackedZigzag(LENGTHS)
     passes = cp_ranks.leaves(ratio)
     if kind == "draft":
-        return cp_ranks.unroll(cp_ranks.DenseTrunk(layout, window), passes)
+        return cp_ranks.unroll(DenseTrunk(layout, window), passes)
     q, k, v, weight = passes[0]
     inputs = [x.requires_grad_() for x in (q, k, v)]
     out = dense_branch_attention(*inputs, [], [], layout.cu_seqlens, layout.max_seqlen, DIM**-0.5, window)[0]
@@ -144,7 +144,7 @@ def test_bf16_error_against_single_rank_flash(ranks, kind, transport):
         outs, grads = cp_ranks.unroll(trunk(layout), passes)
         return [x.double() for x in (*outs, *grads)]
 
-    want = run(cp_ranks.DenseTrunk, torch.float64)
+    want = run(DenseTrunk, torch.float64)
     alone = [run(trunk, torch.bfloat16) for trunk in (FlashTrunk, Trunk)]
     found = [[*r["bf16"][(kind, transport)][0], *r["bf16"][(kind, transport)][1]] for r in ranks]
     for index, exact in enumerate(want):

@@ -51,3 +51,22 @@ def dense_branch_attention(
     scores_HTS = scores_HTS.masked_fill(~dense_mask(cu_seqlens, len(kb), window), -torch.inf)
     out_THD = torch.einsum("hts,shd->thd", scores_HTS.softmax(-1), v_SHD)
     return out_THD, scores_HTS.logsumexp(-1).transpose(0, 1)
+
+
+class DenseTrunk:
+    """``torchspec.context_parallel.trunk.Trunk`` on one rank, by the oracle; ``layout`` is a PackedZigzag."""
+
+    def __init__(self, layout, window: int = 0):
+        self.layout, self.window = layout, window
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def attend(self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
+        """Adds this pass's keys and values, then attends: [T, H, D]."""
+        self.keys.append(k_TGD)
+        self.values.append(v_TGD)
+        (k0, *kb), (v0, *vb), layout = self.keys, self.values, self.layout
+        scale = q_THD.shape[-1] ** -0.5
+        return dense_branch_attention(
+            q_THD, k0, v0, kb, vb, layout.cu_seqlens, layout.max_seqlen, scale, self.window
+        )[0]
