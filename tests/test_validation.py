@@ -137,6 +137,8 @@ def test_ranks_must_fit_the_context_parallel_degree_and_the_prompts(monkeypatch)
         check("[parallelism]\ncontext_parallel_degree = 2")
     monkeypatch.setenv("WORLD_SIZE", "4")
     check("[parallelism]\ncontext_parallel_degree = 2")
+    with pytest.raises(ConfigError, match="timeout_s = 5.0 is less than rollout.deadline_s = 6.0"):
+        check("[parallelism]\ntimeout_s = 5\n[rollout]\ndeadline_s = 6")
     with pytest.raises(ConfigError, match="prompts_per_step = 2 is less than the 4 ranks"):
         check("[rl]\nprompts_per_step = 2")
 

@@ -373,6 +373,12 @@ def _process(config: Config) -> Iterator[str]:
             f"{product} does not divide the {world} rank(s) of this run; start them with `torchrun --nproc-per-node N --module"
             " torchspec.train train CONFIG.toml`."
         )
+    timeout, rollout = config.parallelism.timeout_s, config.rollout.deadline_s
+    if world > 1 and 0 < timeout < rollout:
+        yield (
+            f"parallelism.timeout_s = {timeout} is less than rollout.deadline_s = {rollout}: ranks that have sampled their share"
+            " wait for the slowest one, and would give up while it is still in time; raise the first or lower the second."
+        )
     if config.rl.prompts_per_step < world:
         yield (
             f"rl.prompts_per_step = {config.rl.prompts_per_step} is less than the {world} ranks of this run,"

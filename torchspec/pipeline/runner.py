@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torchspec.errors import ConfigError
 from torchspec.pipeline.config import PipelineConfig
 from torchspec.pipeline.forward_only import forward_only_schedule
-from torchspec.pipeline.schedule import rank_of_stages, schedule_table, table_of
+from torchspec.pipeline.schedule import ScheduleTable, rank_of_stages, schedule_table, table_of
 from torchspec.pipeline.stage import CoTrainPipeline
 from torchspec.pipeline.tap_channel import TapChannel, TapTransport, open_links
-from torchspec.pipeline.tap_plan import make_tap_plan
+from torchspec.pipeline.tap_plan import TapPlan, make_tap_plan
 
 MAX_RUNS = 4
 
@@ -83,6 +83,7 @@ class PipelineRunner:
         self.width, self.dtype, self.device = width, dtype, device
         self.num_stages = len(rank_of_stages(config.schedule, config.ranks, config.stages_per_rank))
         self._links: dict[int, TapTransport] | None = None
+        self._plans: dict[tuple[int, bool], TapPlan] = {}
         self._runs: dict[tuple, Run] = {}
 
     def run(
@@ -118,7 +119,20 @@ class PipelineRunner:
             self._runs.pop(next(iter(self._runs))).close()
         run.step(tokens, layouts, loss, on_output, draft_step, on_start)
 
-    def links(self, plan: Any) -> dict[int, TapTransport]:
+    def plan(self, table: ScheduleTable, train: bool) -> TapPlan:
+        """What the channel carries beside ``table``; it depends on the number of microbatches, not on their rows."""
+        key = (table.num_microbatches, train)
+        if key not in self._plans:
+            self._plans[key] = make_tap_plan(
+                table,
+                self.stage_of_tap,
+                draft_stage=self.draft_stage,
+                draft_schedule=self.draft_schedule,
+                slots=self.config.tap_slots,
+            )
+        return self._plans[key]
+
+    def links(self, plan: TapPlan) -> dict[int, TapTransport]:
         """The links of the tap channel, made at their first use (by all ranks together)."""
         if self._links is None:
             self._links = open_links(plan, self.columns, device=self.device, deadline_s=self.config.deadline_s)
@@ -182,13 +196,7 @@ class Run:
 
     def _channel(self, schedule: Any, num_rows: int) -> TapChannel:
         runner, config = self.runner, self.runner.config
-        plan = make_tap_plan(
-            table_of(schedule),
-            runner.stage_of_tap,
-            draft_stage=runner.draft_stage,
-            draft_schedule=runner.draft_schedule,
-            slots=config.tap_slots,
-        )
+        plan = runner.plan(table_of(schedule), self.train)
         return TapChannel(
             plan,
             torch.distributed.get_rank(runner.group),
