@@ -168,6 +168,11 @@ def test_temperature_ends_at_vllms_limit(table):
     check(f"[{table}]\nsampling = {{ temperature = 2.0 }}")
 
 
+def test_float32_is_refused_on_a_gpu_at_start():
+    with pytest.raises(ConfigError, match="compute_dtype = 'float32' on a GPU"):
+        validate(config_from_toml('device = "cuda"\n[train]\ncompute_dtype = "float32"'), check_files=False)
+
+
 def test_files_that_are_not_there(tmp_path):
     faults = {
         f'policy.path = "{tmp_path}"': "policy.path",

@@ -5,12 +5,14 @@
     python tools/bench_pipeline.py --schedule GPipe --microbatches 8 --rounds 15 --json rows.json
 
 Real gloo ranks, one thread each (on 2 cores more than 2 ranks share cores and the times mean little). In
-every round each schedule runs four steps after one another: without taps, with taps sent and the draft's
-compute off, with the draft inline, and deferred. Ratios are medians over rounds of times within one round.
+every round each schedule runs five steps after one another: without taps, the same again, with taps sent and
+the draft's compute off, with the draft inline, and deferred. Ratios are medians over rounds of times within
+one round.
 
 Columns: step_ratio (step over the step without taps), taps_only_ratio (the same with taps sent and no draft;
-limit 1.02), predicted_ratio (the simulator's step_ratio, from the measured times of the actions without a
-draft, of the draft, and of one message), saved (inline minus deferred, seconds), saved_expected (GPipe, 1F1B,
+limit 1.02), noise_ratio (a step without taps over another one: what a ratio means on this machine),
+predicted_ratio (the simulator's step_ratio, from the measured times of the actions without a draft, of the
+draft, and of one message), saved (inline minus deferred, seconds), saved_expected (GPipe, 1F1B,
 Interleaved1F1B, LoopedBFS: the smaller of the draft's time and the idle time of its rank after its own last
 action; 0 for the others), draft (its seconds a step).
 """
@@ -50,13 +52,14 @@ COLUMNS = (
     "draft_schedule",
     "step_ratio",
     "taps_only_ratio",
+    "noise_ratio",
     "predicted_ratio",
     "step",
     "draft",
     "saved",
     "saved_expected",
 )
-MODES = ("off", "taps", "inline", "deferred")
+MODES = ("off", "again", "taps", "inline", "deferred")
 DRAIN = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS")
 DEADLINE = 60.0
 
@@ -116,7 +119,7 @@ def build(
     kind = get_schedule_class(name)
     schedule = kind(stages if len(stages) > 1 else stages[0], options.microbatches, loss_fn=loss_fn)
     channel, points, draft = None, {}, None
-    if mode != "off":
+    if mode not in ("off", "again"):
         # Two taps in the first half of the stages, one in the second: what an EAGLE-3 draft reads.
         stage_of_tap = {0: 0, 1: len(holders) // 2 - 1, 2: len(holders) - 1}
         plan = make_tap_plan(
@@ -210,15 +213,15 @@ def measure(rank: int, name: str, group: Any, message: float, options: argparse.
     first |= {key: cost for key, cost in action_costs(pipelines["inline"][1], last).items() if key == "draft"}
     costs = merged_costs(first, message)
     pipelines |= {
-        mode: build(rank, name, mode, parts, group, options, costs) for mode in ("taps", "deferred")
+        mode: build(rank, name, mode, parts, group, options, costs) for mode in ("again", "taps", "deferred")
     }
-    for mode in ("taps", "deferred"):
+    for mode in ("again", "taps", "deferred"):
         one_step(pipelines[mode][0], parts, last, options)
     for _, log in pipelines.values():
         log.clear()
     seconds: dict[str, list[float]] = defaultdict(list)
     for turn in range(options.rounds):
-        for mode in MODES[turn % 4 :] + MODES[: turn % 4]:
+        for mode in MODES[turn % len(MODES) :] + MODES[: turn % len(MODES)]:
             seconds[mode].append(one_step(pipelines[mode][0], parts, last, options))
     final = action_costs(pipelines["off"][1], last)
     drafts = pipelines["inline"][1] + pipelines["deferred"][1]
@@ -263,6 +266,7 @@ def make_rows(
                 "draft_schedule": mode,
                 "step_ratio": ratio(mode),
                 "taps_only_ratio": ratio("taps"),
+                "noise_ratio": ratio("again"),
                 "predicted_ratio": predicted / alone.seconds,
                 "step": statistics.median(seconds[mode]),
                 "draft": draft,

@@ -37,7 +37,7 @@ from torchspec.config import Config
 from torchspec.data.environments import build_environment
 from torchspec.data.tokenizer import load_tokenizer
 from torchspec.draft.base import build_draft, load_draft_class
-from torchspec.errors import Interrupted, RunError
+from torchspec.errors import ConfigError, Interrupted, RunError
 from torchspec.learner import Learner
 from torchspec.live import Live, QuietLive
 from torchspec.metrics import MetricsLog, cut_logs
@@ -53,6 +53,7 @@ from torchspec.report import write_report
 from torchspec.rollout.config import SamplingConfig
 from torchspec.rollout.engine import RolloutInterrupted, SpecStats
 from torchspec.stop import StopFlag
+from torchspec.validation import FP32_ON_GPU
 from torchspec.warm_start import token_counts, warm_start
 
 
@@ -83,6 +84,8 @@ class CoTrainer:
         set_num_threads(config.train.num_threads or len(os.sched_getaffinity(0)))
         auto = torch.bfloat16 if cuda else torch.float32
         self.compute_dtype = auto if config.train.compute_dtype == "auto" else getattr(torch, config.train.compute_dtype)
+        if cuda and self.compute_dtype == torch.float32:
+            raise ConfigError(FP32_ON_GPU)  # device = "auto" is known only here
         parallelism, pipeline = config.parallelism, config.pipeline
         self.ranks = Ranks(
             parallelism.context_parallel_degree,

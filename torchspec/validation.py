@@ -92,6 +92,10 @@ ABOVE_ZERO = (
     "policy.optimizer.eps",
     "draft.optimizer.eps",
 )
+FP32_ON_GPU = (
+    "train.compute_dtype = 'float32' on a GPU: flash attention there serves bfloat16; set train.compute_dtype to 'bfloat16' or"
+    " 'auto' (the master weights stay float32), or device to 'cpu'."
+)
 SHARES = ("environment.max_failed_share", "policy.optimizer.min_lr_ratio", "draft.optimizer.min_lr_ratio")
 
 
@@ -373,6 +377,8 @@ def _process(config: Config) -> Iterator[str]:
             f"{product} does not divide the {world} rank(s) of this run; start them with `torchrun --nproc-per-node N --module"
             " torchspec.train train CONFIG.toml`."
         )
+    if config.device == "cuda" and config.train.compute_dtype == "float32":
+        yield FP32_ON_GPU
     timeout, rollout = config.parallelism.timeout_s, config.rollout.deadline_s
     if world > 1 and 0 < timeout < rollout:
         yield (

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
-
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from draft_oracle import random_draft
+from gloo_ranks import results_of
 from torch.distributed.device_mesh import init_device_mesh
 
 from torchspec.context_parallel.layout import PackedZigzag
@@ -78,14 +75,10 @@ def run_cp(transport):
     return {name: p.grad for name, p in draft.named_parameters()}, proposals(draft, 0, layout)
 
 
-def run(rank, folder):
-    """One rank; leaves what it found in folder."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+def run(rank):
+    """What one rank found."""
     found = {backend: run_fsdp(rank, backend) for backend in BACKENDS}
-    found |= {transport: run_cp(transport) for transport in ("gather", "ring")}
-    torch.save(found, os.path.join(folder, f"rank{rank}.pt"))
-    dist.barrier()
-    dist.destroy_process_group()
+    return found | {transport: run_cp(transport) for transport in ("gather", "ring")}
 
 
 def assert_gradients(found, draft, note):
@@ -96,9 +89,7 @@ def assert_gradients(found, draft, note):
 
 @pytest.mark.parity
 def test_two_ranks_equal_one():
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run, (folder,), nprocs=2)
-        found = [torch.load(os.path.join(folder, f"rank{rank}.pt")) for rank in (0, 1)]
+    found = results_of(run, 2)
 
     draft, layouts = random_draft(31, **CONFIG), [PackedZigzag(lengths) for lengths in LENGTHS]
     counts_K = sum(counts_of(draft, rank, layouts[rank]) for rank in (0, 1))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from distill_oracle import case, dense, transformed
+from gloo_ranks import results_of
 
 from torchspec.context_parallel.layout import PackedZigzag
 from torchspec.losses.distill import (
@@ -25,26 +24,6 @@ from torchspec.losses.logprob import token_logprobs
 from torchspec.losses.objectives import OBJECTIVES
 
 TOL = {"rtol": 1e-12, "atol": 1e-12}
-
-
-def spawn(worker, tmp_path, *args, deadline=120):
-    """Run worker(rank, *args) on two gloo ranks; a rank that hangs fails the test."""
-    context = mp.spawn(_enter, (str(tmp_path / "store"), worker, args), nprocs=2, join=False)
-    if not context.join(timeout=deadline) and not context.join(timeout=5):
-        for process in context.processes:
-            process.kill()
-        pytest.fail(f"ranks did not finish in {deadline} s")
-
-
-def _enter(rank, store, worker, args):
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
-    )
-    try:
-        worker(rank, *args)
-    finally:
-        dist.destroy_process_group()
 
 
 def _sum(x):
@@ -186,10 +165,10 @@ def _logprobs(rank, group, seed):
 
 
 @pytest.mark.parity
-def test_vocabulary_split_over_two_ranks(tmp_path):
+def test_vocabulary_split_over_two_ranks():
     seed = random.randrange(1 << 30)
     print("seed", seed)
-    spawn(_tensor_parallel, tmp_path, seed)
+    results_of(_tensor_parallel, 2, seed)
 
 
 def test_an_unknown_group_is_refused():
@@ -260,7 +239,7 @@ def _context_parallel_cases(rank, seed):
 
 
 @pytest.mark.parity
-def test_tokens_split_over_two_ranks(tmp_path):
+def test_tokens_split_over_two_ranks():
     seed = random.randrange(1 << 30)
     print("seed", seed)
-    spawn(_context_parallel_cases, tmp_path, seed)
+    results_of(_context_parallel_cases, 2, seed)

@@ -76,7 +76,7 @@ def teacher_table(layout, hidden_TE: Tensor, mask_T: Tensor, num_passes: int) ->
         return hidden_TE.detach(), teacher_anchors(layout, mask_T, num_passes)
     global_T = layout.cu_seqlens.long()[layout.doc_ids_T] + layout.positions_T
     source_KT = _sources(layout, mask_T, num_passes, global_T + 1) - 1
-    size = int(layout.cu_seqlens[-1])
+    size = layout.num_tokens_global
     column_of = torch.full((size,), -1, dtype=torch.int64, device=hidden_TE.device)
     column_of[global_T] = torch.arange(rows, device=hidden_TE.device)
     tables, total = [hidden_TE.detach()], rows
