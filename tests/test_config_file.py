@@ -198,3 +198,12 @@ def test_help_is_quick_and_loads_no_torch(tmp_path):
     )
     assert done.returncode == 2 and "Did you mean draft.ttt_steps?" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("value, expected", [("false", False), ("False", False), ("true", True), ("True", True)])
+@pytest.mark.parametrize("equals", [False, True])
+def test_a_switch_takes_a_word_too(value, expected, equals):
+    flag = "--policy.tie-word-embeddings"
+    config = overlay(Config(), [f"{flag}={value}"] if equals else [flag, value])
+    assert config.policy.tie_word_embeddings is expected
+    assert overlay(Config(), ["--draft.enabled", value, "--train.steps", "3"]).draft.enabled is expected

@@ -9,7 +9,7 @@ import pytest
 import torch
 from learner_cases import make_config, make_learner, make_samples
 
-from torchspec.errors import Interrupted
+from torchspec.errors import Interrupted, RunError
 from torchspec.losses.config import RLConfig
 
 
@@ -184,3 +184,16 @@ def test_state_goes_on_bit_equal():
     resumed.update(make_samples(3), 3, lambda done, total: None)
     for a, b in ((straight.policy, resumed.policy), (straight.draft, resumed.draft)):
         assert all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values()))
+
+
+def test_a_state_of_another_run_is_refused_in_a_sentence():
+    config = make_config()
+    plain = make_learner(without_draft(config)).state_dict()
+    with pytest.raises(RunError, match="no draft: its run had draft.enabled = false"):
+        make_learner(config).load_state_dict(plain)
+    pulled = dataclasses.replace(config, rl=RLConfig(prompts_per_step=4, samples_per_prompt=2, kl_coef=0.1))
+    with pytest.raises(RunError, match="no reference policy: its run had rl.kl_coef = 0"):
+        make_learner(pulled).load_state_dict(make_learner(config).state_dict())
+    wider = dataclasses.replace(config, policy=dataclasses.replace(config.policy, intermediate_size=64))
+    with pytest.raises(RunError, match=r"another policy: .*gate_proj.weight is \[48, 32\] there and \[64, 32\] here"):
+        make_learner(wider).load_state_dict(make_learner(config).state_dict())

@@ -151,6 +151,10 @@ def test_ranks_must_fit_the_context_parallel_degree_and_the_prompts(monkeypatch)
         ("ranks = 3\nlayers = [2, 2]", r"layers = \[2, 2\] must give at least one layer to each of the 3 stages"),
         ("ranks = 3\nlayers = [1, 1, 1]", r"layers = \[1, 1, 1\] add up to 3, and policy.num_layers = 4"),
         ('ranks = 3\nschedule = "ZBVZeroBubble"', "policy.num_layers = 4 cannot be cut into the 6 stages"),
+        (
+            'ranks = 3\nschedule = "DualPipeV"\n[policy]\nactivation_checkpoint = true',
+            "activation_checkpoint = true with pipeline.schedule = 'DualPipeV': its backward comes in two parts",
+        ),
         ("ranks = 3\n[draft]\nstage = 3", "draft.stage = 3: the pipeline has the stages 0 to 2"),
         ("ranks = 3\n[draft]\nstage = 1", "draft.schedule = 'inline': the teacher's rows come from stage 2"),
     ],
@@ -158,7 +162,7 @@ def test_ranks_must_fit_the_context_parallel_degree_and_the_prompts(monkeypatch)
 def test_a_pipeline_must_fit(monkeypatch, table, sentence):
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(ConfigError, match=sentence):
-        check(f"[pipeline]\n{table}\n[policy]\nnum_layers = 4")
+        check(f"[pipeline]\n{table}" + ("" if "[policy]" in table else "\n[policy]") + "\nnum_layers = 4")
 
 
 @pytest.mark.parametrize("table", ["rollout", "eval"])
@@ -166,6 +170,14 @@ def test_temperature_ends_at_vllms_limit(table):
     with pytest.raises(ConfigError, match=f"{table}.sampling.temperature = 2.5 is above 2"):
         check(f"[{table}]\nsampling = {{ temperature = 2.5 }}")
     check(f"[{table}]\nsampling = {{ temperature = 2.0 }}")
+
+
+def test_the_longest_sequence_fits_with_its_padding(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    sizes = "[train]\ntokens_per_microbatch = 514\n[rollout]\nmax_model_len = 513\n"
+    check(sizes + "[policy]\nmax_position_embeddings = 600")
+    with pytest.raises(ConfigError, match=r"= 514 is less than rollout.max_model_len = 513 \(516 rows over 2 context"):
+        check(sizes + "[policy]\nmax_position_embeddings = 600\n[parallelism]\ncontext_parallel_degree = 2")
 
 
 def test_float32_is_refused_on_a_gpu_at_start():

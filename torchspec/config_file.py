@@ -167,6 +167,10 @@ def nearest_setting(where: str) -> str:
 # -- command line -------------------------------------------------------------------------------------------
 
 
+ONE_RANK = ("--parallelism.context-parallel-degree", "1", "--pipeline.ranks", "1")
+"""Overrides for commands that run on one rank, whatever the config was trained with."""
+
+
 def overlay(config: Config, overrides: Sequence[str], prog: str = "torchspec train CONFIG.toml") -> Config:
     """``config`` with flags like ``--draft.ttt-steps 5`` or ``--checkpoint.resume`` applied by tyro.
 
@@ -177,7 +181,7 @@ def overlay(config: Config, overrides: Sequence[str], prog: str = "torchspec tra
         return config
     import tyro  # 0.1 s
 
-    config, rest = _new_free_keys(config, list(overrides))
+    config, rest = _new_free_keys(config, _switches(config, overrides))
     config = tyro.cli(
         Config,
         default=config,
@@ -191,6 +195,27 @@ def overlay(config: Config, overrides: Sequence[str], prog: str = "torchspec tra
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"--{name.replace('_', '-')} {value} is not a finite number.")
     return config
+
+
+def _switches(config: Config, args: Sequence[str]) -> list[str]:
+    """``--draft.enabled false`` (or ``=false``) as tyro spells it: ``--draft.no-enabled``."""
+    names = {name for name in setting_names() if isinstance(getattr_dotted(config, name), bool)}
+    rest: list[str] = []
+    position = 0
+    while position < len(args):
+        flag, equals, value = args[position].partition("=")
+        position += 1
+        name = flag.removeprefix("--").replace("-", "_")
+        if name in names and not equals and position < len(args) and args[position].lower() in ("true", "false"):
+            value = args[position]
+            position += 1
+        if name in names and value.lower() in ("true", "false"):
+            table, _, leaf = flag.removeprefix("--").rpartition(".")
+            dot = f"{table}." if table else ""
+            rest.append(f"--{dot}{leaf}" if value.lower() == "true" else f"--{dot}no-{leaf}")
+        else:
+            rest.append(flag + equals + value if equals else flag)
+    return rest
 
 
 def _new_free_keys(config: Config, args: list[str]) -> tuple[Config, list[str]]:

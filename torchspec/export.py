@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from torchspec import checkpoint
-from torchspec.config_file import load_config
+from torchspec.config_file import ONE_RANK, load_config
 from torchspec.plugins import load_object
 
 
@@ -19,9 +19,7 @@ def export(run_dir: Path, step: int | None, to: Path, dtype: str = "float32") ->
     Raises:
         RunError: there is no such complete checkpoint, or it does not read.
     """
-    # However many ranks trained it: one writes the folders.
-    one_rank = ["--parallelism.context-parallel-degree", "1", "--pipeline.ranks", "1"]
-    config = load_config(run_dir / "config.toml", one_rank)
+    config = load_config(run_dir / "config.toml", ONE_RANK)  # however many ranks trained it
     state = checkpoint.load_checkpoint(run_dir / "checkpoints", step)
     trainer = load_object(config.trainer)(config, to)
     trainer.setup()

@@ -28,7 +28,7 @@ from torchspec.collect import Sample
 from torchspec.config import Config
 from torchspec.data.packing import PackedBatch
 from torchspec.draft.base import Draft
-from torchspec.errors import Interrupted
+from torchspec.errors import Interrupted, RunError
 from torchspec.losses.distill import DistillOutput, NonFiniteTeacher, distill_metrics
 from torchspec.losses.logprob import token_logprobs
 from torchspec.losses.policy import PolicyCounts, policy_loss, policy_metrics
@@ -381,16 +381,39 @@ class Learner:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what ``state_dict`` gave, or the union of what all ranks gave."""
-        for name, p in self.policy.hf_parameters().items():
-            p.copy_(state["policy"][name])
+        """Take back what ``state_dict`` gave, or the union of what all ranks gave.
+
+        Raises:
+            RunError: the state is that of a run without this draft or reference, or of another policy.
+        """
+        if self.tap_ids and "draft" not in state:
+            raise RunError(
+                "The checkpoint has no draft: its run had draft.enabled = false. Resume with --draft.no-enabled, or start a new run"
+                " from its policy/ folder (policy.path)."
+            )
+        if self.reference is not None and "reference" not in state:
+            raise RunError(
+                "The checkpoint has no reference policy: its run had rl.kl_coef = 0. Resume with --rl.kl-coef 0, or start a new run"
+                " from its policy/ folder (policy.path)."
+            )
+        _copy_weights(self.policy, state["policy"])
         self.policy_optimizer.load_state_dict(state["policy_optimizer"])
         if self.draft is not None:
             self.draft.load_state_dict(state["draft"])
             self.draft_optimizer.load_state_dict(state["draft_optimizer"])
         if self.reference is not None:
-            for name, p in self.reference.policy.hf_parameters().items():
-                p.copy_(state["reference"][name])
+            _copy_weights(self.reference.policy, state["reference"])
+
+
+def _copy_weights(policy: Any, weights: dict[str, Tensor]) -> None:
+    for name, p in policy.hf_parameters().items():
+        if name not in weights or weights[name].shape != p.shape:
+            found = list(weights[name].shape) if name in weights else "missing"
+            raise RunError(
+                f"The checkpoint is of another policy: {name} is {found} there and {list(p.shape)} here. Resume with the [policy]"
+                " table that the run was started with."
+            )
+        p.copy_(weights[name])
 
 
 def _add(sums: dict[str, Tensor], values: dict[str, Tensor]) -> None:

@@ -9,8 +9,11 @@ Every wait has a deadline (``parallelism.timeout_s``): the process group raises 
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
+import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +41,26 @@ def own_group(members: list[list[int]], timeout_s: float) -> dist.ProcessGroup:
     return mine
 
 
+@contextlib.contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Exchange something with other ranks; where it fails, the sentence says ``what`` this rank waited to do.
+
+    Raises RunError for the backend's own words: a rank has ended, or its deadline has passed.
+    """
+    start = time.monotonic()
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, RunError) or not (isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)):
+            raise
+        late = "imed out" in str(error) or "imeout" in str(error)
+        cause = "another rank did not come in time (parallelism.timeout_s, pipeline.deadline_s)" if late else "another rank has ended"
+        raise RunError(
+            f"Rank {dist.get_rank()} waited {time.monotonic() - start:.1f} s to {what}: {cause}. The first error of the other "
+            "ranks (error.log, error-rankN.log) tells why."
+        ) from error
+
+
 class _GatherRows(torch.autograd.Function):
     """Local rows -> the rows of the real pack, the same on every cp rank.
 
@@ -48,7 +71,8 @@ class _GatherRows(torch.autograd.Function):
     def forward(ctx: Any, x_T: Tensor, layout: PackedZigzag, group: Any) -> Tensor:
         ctx.layout = layout
         shards = [torch.empty_like(x_T) for _ in range(layout.cp_size)]
-        dist.all_gather(shards, x_T.contiguous(), group=group)
+        with waiting("put the rows of a pack together"):
+            dist.all_gather(shards, x_T.contiguous(), group=group)
         return layout.unshard(shards)
 
     @staticmethod
@@ -119,7 +143,8 @@ class Ranks:
         if self.world == 1:
             return [value]
         values: list[Any] = [None] * self.world
-        dist.all_gather_object(values, value)
+        with waiting("agree with all ranks"):
+            dist.all_gather_object(values, value)
         return values
 
     def any(self, flag: bool) -> bool:
@@ -145,7 +170,8 @@ class Ranks:
             return
         parameters = [p for p in module.parameters() if p.requires_grad]
         flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters])
-        dist.all_reduce(flat, group=self.replica_group)
+        with waiting("add up gradients"):
+            dist.all_reduce(flat, group=self.replica_group)
         for p, piece in zip(parameters, flat.split([p.numel() for p in parameters])):
             p.grad = piece.view_as(p)
 
@@ -153,7 +179,8 @@ class Ranks:
         """Sum of a small tensor over the replicas."""
         if self.num_replicas > 1:
             x = x.clone()
-            dist.all_reduce(x, group=self.replica_group)
+            with waiting("add up counts"):
+                dist.all_reduce(x, group=self.replica_group)
         return x
 
     def rows_of_pack(self, x_T: Tensor, layout: PackedZigzag) -> Tensor:
@@ -165,7 +192,8 @@ class Ranks:
     def all_finite(self, x: Tensor) -> bool:
         """Whether ``x`` is finite on every cp rank of this group."""
         finite = torch.isfinite(x).all().to(torch.int32)
-        dist.all_reduce(finite, op=dist.ReduceOp.MIN, group=self.cp_mesh.get_group())
+        with waiting("agree within a pack"):
+            dist.all_reduce(finite, op=dist.ReduceOp.MIN, group=self.cp_mesh.get_group())
         return bool(finite)
 
     def sum_metrics(self, sums: dict[str, Tensor], replicas: int = 1) -> dict[str, Tensor]:

@@ -131,7 +131,9 @@ def train(args: list[str], scene: Scene) -> None:
             with _settings_written(output_dir, text) if rank == 0 else nullcontext():
                 trainer_class(config, output_dir).run()
         except Interrupted as error:
-            if rank > 0 or not _checkpoints(output_dir):
+            if rank > 0:
+                raise Interrupted("Stopped with the other ranks; rank 0 prints the command that goes on.") from error
+            if not _checkpoints(output_dir):
                 raise
             resume = [arg for arg in overrides if arg != "--checkpoint.resume"] + ["--checkpoint.resume"]
             raise Interrupted(
@@ -237,9 +239,9 @@ def evaluate(args: list[str], scene: Scene) -> None:
         "--draft", default="", metavar="DIR", help="folder of the draft; without it: no speculation"
     )
     options, overrides = parser.parse_known_args(args)
-    from torchspec.config_file import load_config
+    from torchspec.config_file import ONE_RANK, load_config
 
-    config = load_config(options.config, overrides, prog="torchspec eval CONFIG.toml")
+    config = load_config(options.config, [*overrides, *ONE_RANK], prog="torchspec eval CONFIG.toml")
     for flag, folder in (("--policy", options.policy), ("--draft", options.draft)):
         if folder and not (Path(folder) / "config.json").is_file():
             raise ConfigError(f"{flag} {folder} is not a Hugging Face folder: it has no config.json.")

@@ -48,7 +48,7 @@ from torchspec.policy.run import WholePolicy
 from torchspec.policy.shape import PolicyShape
 from torchspec.policy.stages import draft_cost, draft_holder, plan_stages
 from torchspec.policy.titan import build_policy, read_shape, set_num_threads
-from torchspec.ranks import Ranks
+from torchspec.ranks import Ranks, waiting
 from torchspec.report import write_report
 from torchspec.rollout.config import SamplingConfig
 from torchspec.rollout.engine import RolloutInterrupted, SpecStats
@@ -203,7 +203,8 @@ class CoTrainer:
         """From nothing to step 0: warm up, give the draft its head, save."""
         if self.ranks.is_main:
             cut_logs(self.output_dir, 0)
-        warm_start(self)
+        with waiting("warm up with the other ranks"):
+            warm_start(self)
         if not self.config.draft.path:
             self.init_draft(partial(token_counts, self))
         self.save()
@@ -318,7 +319,7 @@ class CoTrainer:
             started = time.perf_counter()
             failed = self.score(samples)
             found = (samples, stats, failed, seconds, time.perf_counter() - started)
-        except (RunError, Interrupted) as problem:
+        except Exception as problem:  # whatever it is, all ranks hear of it
             error = problem
         if ranks.any(isinstance(error, Interrupted)):
             raise error if isinstance(error, Interrupted) else Interrupted("stopped by another rank")
@@ -336,7 +337,8 @@ class CoTrainer:
 
     def update(self, step: int, rollout: Rollout) -> dict[str, float]:
         """The optimizer steps of both models on one rollout."""
-        result = self.learner.update(rollout.samples, step, on_progress=lambda d, n: self.live.phase("train", d, n))
+        with waiting(f"train step {step} with the other ranks"):
+            result = self.learner.update(rollout.samples, step, on_progress=lambda d, n: self.live.phase("train", d, n))
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
         self.skipped_steps += int(result.skipped)
         if result.skipped:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torchspec.config import Config
 from torchspec.errors import ConfigError
-from torchspec.pipeline.schedule import rank_of_stages
+from torchspec.pipeline.schedule import SPLIT_BACKWARD, rank_of_stages
 
 # Settings with a smallest value.
 AT_LEAST = {
@@ -313,10 +313,14 @@ def _rl(config: Config) -> Iterator[str]:
         )
     if not 0 <= rl.clip_low <= 1:
         yield f"rl.clip_low = {rl.clip_low} must lie between 0 and 1: the ratio's floor is 1 - clip_low."
-    if config.train.tokens_per_microbatch < longest:
+    degree = max(1, config.parallelism.context_parallel_degree)
+    multiple = 1 if degree == 1 else 2 * degree
+    rows = -(-longest // multiple) * multiple
+    if config.train.tokens_per_microbatch < rows:
+        padded = f" ({rows} rows over {degree} context-parallel ranks)" if rows > longest else ""
         yield (
             f"train.tokens_per_microbatch = {config.train.tokens_per_microbatch} is less than"
-            f" rollout.max_model_len = {longest}: the longest sequence would not fit a microbatch; raise the"
+            f" rollout.max_model_len = {longest}{padded}: the longest sequence would not fit a microbatch; raise the"
             " first or lower the second."
         )
 
@@ -407,6 +411,11 @@ def _pipeline(config: Config) -> Iterator[str]:
         yield (
             f"draft.stage = {draft.stage} with draft.schedule = 'inline': the teacher's rows come from stage {num_stages - 1},"
             " after this stage's forward; use draft.schedule = 'deferred', or draft.stage = -1."
+        )
+    if config.policy.activation_checkpoint and pipeline.schedule in SPLIT_BACKWARD:
+        yield (
+            f"policy.activation_checkpoint = true with pipeline.schedule = '{pipeline.schedule}': its backward comes in two parts,"
+            " and each would run the layers again; use 1F1B, Interleaved1F1B, GPipe or LoopedBFS, or no recomputation."
         )
     layers = list(pipeline.layers)
     if layers and (len(layers) != num_stages or min(layers) < 1):

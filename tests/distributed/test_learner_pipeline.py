@@ -69,7 +69,9 @@ def on_ranks(world: int, config: Config, samples: list, poison: bool = False) ->
     return results_of(on_rank, world, world, config, samples, poison)
 
 
-def case_config(schedule: str, pp: int, cp: int = 1, *, rl: dict | None = None, draft: dict | None = None, **policy: Any) -> Config:
+def case_config(
+    schedule: str, pp: int, cp: int = 1, *, rl: dict | None = None, draft: dict | None = None, pipeline: dict | None = None, **policy: Any
+) -> Config:
     config = make_config(rl=RLConfig(prompts_per_step=4, samples_per_prompt=2, **(rl or {})))
     return dataclasses.replace(
         config,
@@ -77,7 +79,7 @@ def case_config(schedule: str, pp: int, cp: int = 1, *, rl: dict | None = None, 
         draft=dataclasses.replace(config.draft, tap_ids=(1, 4, 8), **(draft or {})),
         train=dataclasses.replace(config.train, compute_dtype="float32"),
         parallelism=ParallelismConfig(context_parallel_degree=cp),
-        pipeline=PipelineConfig(ranks=pp, schedule=schedule, deadline_s=60),
+        pipeline=PipelineConfig(ranks=pp, schedule=schedule, deadline_s=60, **(pipeline or {})),
     )
 
 
@@ -92,7 +94,9 @@ def compare(world: int, config: Config, samples: list, *, draft_tolerance: float
         for model, tolerance in (("policy", 2e-6), ("draft", draft_tolerance)):
             for name, gradient in found[model].items():
                 want = expected[model][name]
-                error = (gradient - want).norm() / want.norm().clamp_min(1e-6)
+                # Rounding goes by the terms of a sum: a small gradient in which they cancel is measured by the model's.
+                whole = torch.stack([g.norm() for g in expected[model].values()]).norm()
+                error = (gradient - want).norm() / want.norm().clamp_min(1e-2 * whole)
                 assert error < tolerance, (SEED, model, name, float(error))
         assert found["metrics"].keys() == expected["metrics"].keys()
         for key, value in expected["metrics"].items():
@@ -110,6 +114,11 @@ CASES = {
     "GPipe, extra draft steps, two updates": (2, case_config("GPipe", 2, rl=dict(updates_per_rollout=2), draft=dict(extra_steps=1))),
     "draft on the first stage": (2, case_config("1F1B", 2, draft=dict(stage=0, schedule="deferred"))),
     "recomputation": (2, case_config("LoopedBFS", 2, activation_checkpoint=True)),
+    "one stage a rank of a looped schedule": (2, case_config("Interleaved1F1B", 2, pipeline=dict(stages_per_rank=1))),
+    "fewer slots than would run": (
+        2,
+        case_config("1F1B", 2, draft=dict(stage=0, schedule="deferred"), pipeline=dict(tap_slots=1)),
+    ),
     "draft vocabulary and gate": (2, case_config("1F1B", 2, draft=dict(objective="hard_ce", vocab_size=30, position_gate=True))),
 }
 

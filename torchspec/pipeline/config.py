@@ -25,8 +25,8 @@ class PipelineConfig:
     """Cost of the draft for one microbatch, in policy layers, when layers are balanced; 0 estimates it from
     the shapes."""
     tap_slots: int = 0
-    """Most tap messages held of one source stage; 0 takes what the schedule can have under way, so no source
-    waits."""
+    """Most tap messages held of one source stage; 0 takes what the schedule can have under way, so no source waits. A
+    number with which the schedule could not run is raised to the least that works."""
     deadline_s: float = 240.0
     """Longest wait for a message between pipeline ranks; a longer one ends the run with an error that names
     it."""

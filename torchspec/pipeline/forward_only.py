@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torchspec.pipeline.schedule import rank_of_stages
+from torchspec.pipeline.schedule import rank_of_stages, takes_one_stage
 
 _KEPT = ("F", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")
 
@@ -26,8 +26,8 @@ def forward_only_schedule(name: str, stages: Sequence[Any], num_microbatches: in
     """
     from torch.distributed.pipelining.schedules import ScheduleGPipe, get_schedule_class
 
-    holders = rank_of_stages(name, stages[0].group_size, len(stages))
-    if len(holders) == stages[0].group_size:
+    rank_of_stages(name, stages[0].group_size, len(stages))  # refuses what the schedule does not take
+    if takes_one_stage(name):
         # No loss function: its backward half does nothing. But for scale_grads it would divide the gradients that are there.
         return ScheduleGPipe(stages[0], num_microbatches, scale_grads=False)
     schedule = get_schedule_class(name)(list(stages), num_microbatches, scale_grads=False)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torchspec.errors import ConfigError
 from torchspec.pipeline.config import PipelineConfig
 from torchspec.pipeline.forward_only import forward_only_schedule
-from torchspec.pipeline.schedule import ScheduleTable, rank_of_stages, schedule_table, table_of
+from torchspec.pipeline.schedule import ScheduleTable, rank_of_stages, schedule_table, table_of, takes_one_stage
 from torchspec.pipeline.stage import CoTrainPipeline
 from torchspec.pipeline.tap_channel import TapChannel, TapTransport, open_links
 from torchspec.pipeline.tap_plan import TapPlan, make_tap_plan
@@ -148,10 +148,9 @@ class Run:
         self.runner, self.train = runner, train
         config = runner.config
         stages = [self._stage(index, module, num_rows) for index, module in sorted(runner.stages.items())]
-        single = runner.num_stages == config.ranks
         if train:
             schedule = get_schedule_class(config.schedule)(
-                stages[0] if single else stages, num_microbatches, loss_fn=self._loss, scale_grads=False
+                stages[0] if takes_one_stage(config.schedule) else stages, num_microbatches, loss_fn=self._loss, scale_grads=False
             )
         else:
             schedule = forward_only_schedule(config.schedule, stages, num_microbatches)

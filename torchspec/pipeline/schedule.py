@@ -85,6 +85,15 @@ SCHEDULES = tuple(_STYLES)
 """The schedules that torch 2.13 ships, by the names that torch's get_schedule_class takes."""
 
 
+SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+"""Schedules whose backward is two actions, for the input and for the weights."""
+
+
+def takes_one_stage(name: str) -> bool:
+    """Whether the class of schedule ``name`` is given a stage, not a list of them."""
+    return _STYLES[name] == "single"
+
+
 def rank_of_stages(name: str, num_ranks: int, stages_per_rank: int = 0) -> tuple[int, ...]:
     """The rank of every stage under schedule ``name``. ``stages_per_rank`` 0 takes what the schedule needs (1
     or 2).

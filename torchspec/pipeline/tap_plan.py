@@ -94,12 +94,13 @@ def make_tap_plan(
     """Plan the channel beside ``table``.
 
     ``stage_of_tap``: tap id -> the stage that captures it. ``draft_stage`` -1 is the last. ``slots`` 0 takes
-    the schedule's own in-flight maximum for every source; another number is an upper bound. ``costs`` (any
+    the schedule's own in-flight maximum for every source; another number is an upper bound, raised where the
+    schedule would wait for ever with so few. ``costs`` (any
     unit) decide where deferred drafts go; None takes a backward twice as long as a forward, and a draft of
     half a forward of the rank.
 
-    Raises ConfigError for a stage that is not there, for a draft that would have to run before its taps
-    exist, and for slots with which the schedule would wait for ever.
+    Raises ConfigError for a stage that is not there, and for a draft that would have to run before its taps
+    exist.
     """
     last = table.num_stages - 1
     draft_stage = last if draft_stage == -1 else draft_stage
@@ -163,14 +164,9 @@ def _with_slots(plan: TapPlan, most: Mapping[int, int], bound: int) -> TapPlan:
             f"slots = {bound}: write the most messages to hold of each source, or 0 for what the schedule "
             "can have under way."
         )
-    if _runs(bounded(bound)):
-        return bounded(bound)
-    works = next(limit for limit in range(bound + 1, max(most.values()) + 1) if _runs(bounded(limit)))
-    raise ConfigError(
-        f"slots = {bound} would stop {plan.table.name} for ever: with {plan.table.num_ranks} ranks and "
-        f"{plan.table.num_microbatches} microbatches a source runs further ahead before the draft's stage "
-        f"can start. {works} slots work."
-    )
+    # With too few a source waits for ever: it runs further ahead than that before the draft's stage can start.
+    limits = range(bound, max(most.values(), default=0) + 1) if bound else (0,)
+    return next(tried for limit in limits if _runs(tried := bounded(limit)))
 
 
 def _runs(plan: TapPlan) -> bool:

@@ -20,7 +20,7 @@ from torchspec.pipeline.runner import PipelineRunner, fit_microbatches
 from torchspec.policy.model import Policy
 from torchspec.policy.run import DraftStep, OnHidden
 from torchspec.policy.stages import StagePlan
-from torchspec.ranks import Ranks, own_group
+from torchspec.ranks import Ranks, own_group, waiting
 
 if TYPE_CHECKING:
     from torchspec.data.packing import PackedBatch
@@ -136,13 +136,15 @@ class PipelinedPolicy:
         if source == target:
             return
         if self.rank == source:
-            dist.send(self.policy.head_weight.detach(), group=self.group, group_dst=target)
+            with waiting(f"send the policy's head to the draft's rank {target} of the pipeline"):
+                dist.send(self.policy.head_weight.detach(), group=self.group, group_dst=target)
         elif self.rank == target:
             if self._head_copy is None:
                 shape = self.policy.shape
                 dtype = next(self.policy.parameters()).dtype
                 self._head_copy = torch.empty(shape.vocab_size, shape.hidden_size, dtype=dtype, device=self.device)
-            dist.recv(self._head_copy, group=self.group, group_src=source)
+            with waiting(f"get the policy's head from rank {source} of the pipeline"):
+                dist.recv(self._head_copy, group=self.group, group_src=source)
 
     def sum_tied_gradients(self) -> None:
         """Add the embedding's gradient of the first stage and the tied head's of the last, on both."""
@@ -152,14 +154,16 @@ class PipelinedPolicy:
         weight = model.tok_embeddings.weight if model.tok_embeddings is not None else model.lm_head.weight
         if weight.grad is None:
             weight.grad = torch.zeros_like(weight)
-        dist.all_reduce(weight.grad, group=self.tied_group)
+        with waiting("add up the gradient of the tied embedding"):
+            dist.all_reduce(weight.grad, group=self.tied_group)
 
     def total_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         """Norm of the whole model's gradient (0-d), of which ``parameters`` are this rank's; a tied weight counts once."""
         copy = self.policy.head_weight if self._is_copy else None
         grads = [p.grad for p in parameters if p.grad is not None and p is not copy]
         square = torch.nn.utils.get_total_norm(grads).square().to(self.device)
-        dist.all_reduce(square, group=self.group)
+        with waiting("add up the gradient's norm over the pipeline"):
+            dist.all_reduce(square, group=self.group)
         return square.sqrt()
 
     def weights(self, include_tied_head: bool = True) -> Iterator[tuple[str, Tensor]]:
@@ -192,8 +196,10 @@ def broadcast_weights(
     """
     mine = [(name, tensor) for name, tensor in weights if name not in known] if weights is not None else []
     listing = [[(name, tuple(tensor.shape), tensor.dtype) for name, tensor in mine]]
-    dist.broadcast_object_list(listing, group=group, group_src=owner)
+    with waiting(f"hear what weights rank {owner} of the pipeline has"):
+        dist.broadcast_object_list(listing, group=group, group_src=owner)
     for place, (name, shape, dtype) in enumerate(listing[0]):
         tensor = mine[place][1].contiguous() if mine else torch.empty(shape, dtype=dtype, device=device)
-        dist.broadcast(tensor, group=group, group_src=owner)
+        with waiting(f"get {name} from rank {owner} of the pipeline"):
+            dist.broadcast(tensor, group=group, group_src=owner)
         yield name, tensor
