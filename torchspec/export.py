@@ -20,7 +20,7 @@ def export(run_dir: Path, step: int | None, to: Path, dtype: str = "float32") ->
         RunError: there is no such complete checkpoint, or it does not read.
     """
     # However many ranks trained it: one writes the folders.
-    one_rank = ["--parallelism.context-parallel-degree", "1", "--pipeline.ranks", "1"]
+    one_rank = ["--parallelism.context-parallel-degree", "1", "--parallelism.no-shard", "--pipeline.ranks", "1"]
     config = load_config(run_dir / "config.toml", one_rank)
     state = checkpoint.load_checkpoint(run_dir / "checkpoints", step)
     trainer = load_object(config.trainer)(config, to)
