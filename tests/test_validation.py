@@ -165,6 +165,15 @@ def test_a_pipeline_must_fit(monkeypatch, table, sentence):
         check(f"[pipeline]\n{table}" + ("" if "[policy]" in table else "\n[policy]") + "\nnum_layers = 4")
 
 
+def test_shards_need_several_ranks_and_no_pipeline(monkeypatch):
+    with pytest.raises(ConfigError, match="parallelism.shard = true has but one rank to shard over"):
+        check("[parallelism]\nshard = true")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    check("[parallelism]\nshard = true")
+    with pytest.raises(ConfigError, match="parallelism.shard = true with pipeline.ranks = 2"):
+        check("[parallelism]\nshard = true\n[pipeline]\nranks = 2")
+
+
 @pytest.mark.parametrize("table", ["rollout", "eval"])
 def test_temperature_ends_at_vllms_limit(table):
     with pytest.raises(ConfigError, match=f"{table}.sampling.temperature = 2.5 is above 2"):

@@ -221,3 +221,20 @@ def step_seeds(run_seed: int, step: int, num_prompts: int, num_samples: int) -> 
 def eval_seeds(run_seed: int, num_prompts: int) -> list[list[int]]:
     """Seed of every evaluation request, the same at every evaluation (training steps count from 1)."""
     return [[request_seed(run_seed, 0, p, 0)] for p in range(num_prompts)]
+
+
+def sample_row(sample: Sample) -> dict[str, Any]:
+    """One line of ``samples.jsonl``."""
+    completion, prompt = sample.completion, sample.prompt.item.prompt
+    return {
+        "prompt": prompt,
+        "response": sample.text,
+        "answer": sample.prompt.item.answer,
+        "reward": sample.reward,
+        "components": sample.components,
+        "advantage": sample.advantage,
+        "finish_reason": completion.finish_reason,
+        "seed": sample.request.seed,
+        "drafts": completion.num_drafts,
+        "accepted": completion.num_accepted,
+    }

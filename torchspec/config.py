@@ -40,7 +40,8 @@ class TrainConfig:
 class ParallelismConfig:
     """How ranks started by torchrun share the work: pipeline x data parallel x context parallel (see [pipeline]).
 
-    Every rank serves its share of the prompts in an engine of its own. Ranks of one pipeline stage are replicas.
+    Every rank serves its share of the prompts in an engine of its own. Ranks of one pipeline stage are replicas, or
+    shards.
     """
 
     context_parallel_degree: int = 1
@@ -51,6 +52,9 @@ class ParallelismConfig:
     trunk_budget_mb, else ring."""
     trunk_budget_mb: int = 4096
     """Memory that auto lets one layer's gathered keys, values and their fp32 gradient sums take on a rank, in MiB."""
+    shard: bool = False
+    """Shard both models' weights, gradients and optimizer states over the data- and context-parallel ranks (FSDP2)
+    instead of replicating them."""
     timeout_s: float = 600.0
     """Longest wait for another rank; past it every rank ends with an error."""
 

@@ -167,7 +167,7 @@ def nearest_setting(where: str) -> str:
 # -- command line -------------------------------------------------------------------------------------------
 
 
-ONE_RANK = ("--parallelism.context-parallel-degree", "1", "--pipeline.ranks", "1")
+ONE_RANK = ("--parallelism.context-parallel-degree", "1", "--parallelism.no-shard", "--pipeline.ranks", "1")
 """Overrides for commands that run on one rank, whatever the config was trained with."""
 
 

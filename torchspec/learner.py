@@ -7,8 +7,8 @@ or off the policy's gradients are bit-equal. One optimizer step goes
                           draft unroll on the taps, distillation and backward
     both gradients finite?  draft step (and extra draft steps on the stored taps), policy step
 
-Who holds what is the business of ``WholePolicy`` or ``PipelinedPolicy``, which run the microbatches and call back where the
-head is (the policy's loss) and where the draft is.
+Who holds what is the business of ``WholePolicy``, ``ShardedPolicy`` or ``PipelinedPolicy``, which run the microbatches
+and call back where the head is (the policy's loss) and where the draft is.
 
 Legend: T rows of a microbatch, E hidden, V vocabulary, K passes.
 """
@@ -35,6 +35,7 @@ from torchspec.losses.policy import PolicyCounts, policy_loss, policy_metrics
 from torchspec.microbatch import Microbatch, Packer, Part
 from torchspec.optim.optimizer import Optimizer
 from torchspec.ranks import Ranks
+from torchspec.shard import load_whole, slice_for, whole_state
 
 
 @dataclass
@@ -70,7 +71,7 @@ class Learner:
 
     Args:
         config: of the run.
-        policy: a ``WholePolicy`` or ``PipelinedPolicy``.
+        policy: a ``WholePolicy``, ``ShardedPolicy`` or ``PipelinedPolicy``.
         draft: None for plain RL, and on a rank of a pipeline that does not hold it.
         reference: the frozen starting policy, of the same kind as ``policy``; None without rl.kl_coef.
         stop: truthy once the run has been told to stop.
@@ -292,9 +293,6 @@ class Learner:
 
     def _draft_pass(self, inputs: DraftInputs, targets: Any, counts_K: Tensor) -> dict[str, Tensor]:
         """Unroll, distillation and backward of one microbatch."""
-        nan = {"loss": torch.tensor(torch.nan, dtype=torch.float64)}
-        if self.ranks.cp_size > 1 and not self.ranks.all_finite(inputs.hidden_TE):
-            return nan  # the cp ranks leave together, or one would wait for the others in the unroll
         student = self.draft(inputs.taps, inputs.embed_TE, inputs.batch.layout)
         try:
             out: DistillOutput = self.draft.loss(
@@ -305,8 +303,10 @@ class Learner:
                 sampling_temperature=self.config.rollout.sampling.temperature,
                 chunk_rows=self.config.train.logprob_chunk_rows,
             )
-        except NonFiniteTeacher:  # the step is skipped for both models
-            return nan
+        except NonFiniteTeacher:
+            # The step is skipped for both models; until then, other ranks wait for this one in the unroll's backward.
+            (sum(hidden_TE.sum() for hidden_TE in student) * 0.0).backward()
+            return {"loss": torch.tensor(torch.nan, dtype=torch.float64)}
         (out.loss * self.config.draft.loss_weight).backward()
         return out.sums() | {"loss": out.loss.detach().double()}
 
@@ -367,7 +367,8 @@ class Learner:
     def state_dict(self) -> dict[str, Any]:
         """Weights and optimizers of both models, and the reference where there is one: what this rank holds of them.
 
-        Everything is kept by name, so that ranks with other parts of the models can take it back.
+        Everything is kept by name, so that ranks with other parts of the models can take it back. Sharded models are
+        gathered: all ranks call this, and only one that writes a part of a checkpoint gets them.
         """
         state: dict[str, Any] = {
             "policy": {name: p.detach() for name, p in self.policy.hf_parameters().items()},
@@ -377,7 +378,7 @@ class Learner:
             state |= {"draft": self.draft.state_dict(), "draft_optimizer": self.draft_optimizer.state_dict()}
         if self.reference is not None:
             state["reference"] = {name: p.detach() for name, p in self.reference.policy.hf_parameters().items()}
-        return state
+        return whole_state(state, keep=self.ranks.writes_part)
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -399,7 +400,7 @@ class Learner:
         _copy_weights(self.policy, state["policy"])
         self.policy_optimizer.load_state_dict(state["policy_optimizer"])
         if self.draft is not None:
-            self.draft.load_state_dict(state["draft"])
+            load_whole(self.draft, state["draft"])
             self.draft_optimizer.load_state_dict(state["draft_optimizer"])
         if self.reference is not None:
             _copy_weights(self.reference.policy, state["reference"])
@@ -413,7 +414,7 @@ def _copy_weights(policy: Any, weights: dict[str, Tensor]) -> None:
                 f"The checkpoint is of another policy: {name} is {found} there and {list(p.shape)} here. Resume with the [policy]"
                 " table that the run was started with."
             )
-        p.copy_(weights[name])
+        p.copy_(slice_for(weights[name], p))
 
 
 def _add(sums: dict[str, Tensor], values: dict[str, Tensor]) -> None:

@@ -74,7 +74,7 @@ class Packer:
         )
 
     def microbatches(self, sequences: Any) -> list[Microbatch]:
-        """This rank's packs. Empty ones are left out, but where a pipeline needs them."""
+        """This rank's packs. Empty ones are left out, but where every rank must run equally many."""
         sequences, ranks = list(sequences), self.ranks
         multiple = 1 if ranks.cp_size == 1 else 2 * ranks.cp_size
         bins = pack(
@@ -87,6 +87,7 @@ class Packer:
         )
         sizes = [packed_rows([len(sequences[i]) for i in bin_], multiple) for bin_ in bins]
         fill_to = self._equal_rows(max(sizes, default=0), multiple) if self.policy.equal_rows else 0
+        fill_empty = fill_to or (multiple if self.policy.equal_count else 0)
         return [
             Microbatch(
                 build_batch(
@@ -96,11 +97,11 @@ class Packer:
                     cp_rank=ranks.cp_rank,
                     cp_mesh=ranks.cp_mesh,
                     trunk_transport=self._transport(max(size, fill_to)),
-                    fill_to=fill_to,
+                    fill_to=fill_to if bin_ else fill_empty,
                 )
             )
             for bin_, size in list(zip(bins, sizes))[ranks.dp_rank :: ranks.dp_size]
-            if bin_ or fill_to
+            if bin_ or fill_empty
         ]
 
     def _equal_rows(self, largest: int, multiple: int) -> int:

@@ -2,7 +2,8 @@
 
 Rank order is (pp, dp, cp): the cp ranks of one data-parallel rank are neighbours and hold shards of the same microbatches.
 The ranks of one place in the pipeline are replicas: they hold the same parameters, whose gradients are summed over them after
-an optimizer step's last microbatch. Every rank knows every sample, so global counts follow without a message.
+an optimizer step's last microbatch; with parallelism.shard each holds a slice of them instead (shard.py). Every rank
+knows every sample, so global counts follow without a message.
 
 Every wait has a deadline (``parallelism.timeout_s``): the process group raises when a peer is late.
 """
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from torchspec.errors import ConfigError, RunError
 
@@ -128,6 +130,18 @@ class Ranks:
             group = own_group([list(range(start, start + cp_size)) for start in range(0, self.world, cp_size)], timeout_s)
             self.cp_mesh = DeviceMesh.from_group(group, device, mesh_dim_names=("cp",))
 
+    def replica_mesh(self, device: str) -> DeviceMesh:
+        """One-dimensional mesh of the replicas, which shard what they would else all hold. Without a pipeline only.
+
+        Raises:
+            ConfigError: there is but one rank.
+        """
+        from torch.distributed.device_mesh import DeviceMesh
+
+        if self.world == 1:
+            raise ConfigError("parallelism.shard = true needs several ranks to shard over; start them with torchrun.")
+        return DeviceMesh.from_group(dist.group.WORLD, device, mesh_dim_names=("replicas",))
+
     @property
     def is_main(self) -> bool:
         """Rank 0 writes the logs, the checkpoints and the exports."""
@@ -165,10 +179,13 @@ class Ranks:
         self.gather(None)
 
     def sum_gradients(self, module: nn.Module) -> None:
-        """Add every parameter's gradient over the replicas, as one message; a rank without one adds zeros."""
-        if self.num_replicas == 1:
+        """Add every parameter's gradient over the replicas, as one message; a rank without one adds zeros.
+
+        Those of sharded parameters were summed in the backward.
+        """
+        parameters = [p for p in module.parameters() if p.requires_grad and not isinstance(p, DTensor)]
+        if self.num_replicas == 1 or not parameters:
             return
-        parameters = [p for p in module.parameters() if p.requires_grad]
         flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters])
         with waiting("add up gradients"):
             dist.all_reduce(flat, group=self.replica_group)
@@ -188,13 +205,6 @@ class Ranks:
         if self.cp_size == 1:
             return x_T
         return _GatherRows.apply(x_T, layout, self.cp_mesh.get_group())
-
-    def all_finite(self, x: Tensor) -> bool:
-        """Whether ``x`` is finite on every cp rank of this group."""
-        finite = torch.isfinite(x).all().to(torch.int32)
-        with waiting("agree within a pack"):
-            dist.all_reduce(finite, op=dist.ReduceOp.MIN, group=self.cp_mesh.get_group())
-        return bool(finite)
 
     def sum_metrics(self, sums: dict[str, Tensor], replicas: int = 1) -> dict[str, Tensor]:
         """Sums over all ranks, key by key; ``replicas`` ranks each had the same share. A rank may have none."""

@@ -8,6 +8,7 @@ To change the recipe, subclass CoTrainer, override the step that you mean, and n
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import resource
 import time
@@ -28,6 +29,7 @@ from torchspec.collect import (
     eval_seeds,
     resolve_sampling,
     sample_responses,
+    sample_row,
     score_samples,
     spec_metrics,
     step_seeds,
@@ -46,12 +48,14 @@ from torchspec.policy.model import PolicyPart
 from torchspec.policy.pipelined import PipelinedPolicy
 from torchspec.policy.run import WholePolicy
 from torchspec.policy.shape import PolicyShape
+from torchspec.policy.sharded import ShardedPolicy
 from torchspec.policy.stages import draft_cost, draft_holder, plan_stages
 from torchspec.policy.titan import build_policy, read_shape, set_num_threads
 from torchspec.ranks import Ranks, waiting
 from torchspec.report import write_report
 from torchspec.rollout.config import SamplingConfig
 from torchspec.rollout.engine import RolloutInterrupted, SpecStats
+from torchspec.shard import load_whole, shard_module
 from torchspec.stop import StopFlag
 from torchspec.validation import FP32_ON_GPU
 from torchspec.warm_start import token_counts, warm_start
@@ -108,11 +112,22 @@ class CoTrainer:
         if self.ranks.pp_size > 1:
             self._build_pipeline()
         else:
-            self.policy = self.build_policy()
-            self.draft = self.build_draft(self.policy.shape) if config.draft.enabled else None
-            self.runner = WholePolicy(self.policy)
-            reference = WholePolicy(self._frozen_copy()) if config.rl.kl_coef else None
-            self.learner = Learner(config, self.runner, self.draft, reference, self.stop, self.ranks)
+            self._build_whole()
+
+    def _build_whole(self) -> None:
+        """Both models on every rank; with parallelism.shard they are built whole, one after the other, and then cut."""
+        config = self.config
+        make = WholePolicy
+        if config.parallelism.shard:
+            mesh = self.ranks.replica_mesh(self.device.type)
+            make = partial(ShardedPolicy, mesh=mesh)
+        self.policy = self.build_policy()
+        reference = make(self._frozen_copy()) if config.rl.kl_coef else None
+        self.runner = make(self.policy)
+        self.draft = self.build_draft(self.policy.shape) if config.draft.enabled else None
+        if self.draft is not None and config.parallelism.shard:
+            shard_module(self.draft, mesh)
+        self.learner = Learner(config, self.runner, self.draft, reference, self.stop, self.ranks)
 
     def _build_pipeline(self) -> None:
         """This rank's part of the policy; the draft first, because the cut of the policy counts its cost."""
@@ -216,7 +231,10 @@ class CoTrainer:
         wanted = ("model.embed_tokens.weight", "lm_head.weight")
         embed_VE, head_VE = map({n: w for n, w in self.runner.weights() if n in wanted}.get, wanted)
         if self.draft is not None:
-            self.draft.init_from_policy(head_VE, embed_VE, token_counts())
+            # What one writes into the gathered weights of a sharded draft is lost: a whole one takes it.
+            draft = self.build_draft(self.policy.shape) if self.config.parallelism.shard else self.draft
+            draft.init_from_policy(head_VE, embed_VE, token_counts())
+            load_whole(self.draft, draft.state_dict())
 
     def _loop(self) -> None:
         config = self.config
@@ -392,7 +410,7 @@ class CoTrainer:
         if not self.ranks.is_main:
             return
         limit = self.config.metrics
-        rows = [_sample_row(s) for s in rollout.samples[: limit.samples_per_step]]
+        rows = [sample_row(s) for s in rollout.samples[: limit.samples_per_step]]
         self.log.log(step, metrics)
         self.log.samples(step, rows)
         self.live.step(step, metrics)
@@ -409,14 +427,15 @@ class CoTrainer:
         """Write ``policy/`` and ``draft/`` as Hugging Face folders."""
         error = None
         weights = self.runner.weights(include_tied_head=False)
+        draft_weights = iter(self.draft.hf_weights()) if self.draft is not None else iter(())
         try:
             if self.ranks.is_main:
                 save_policy(self.policy, self.output_dir / "policy", tokenizer=self.tokenizer, dtype=dtype, weights=weights)
             if self.draft is not None and self.ranks.writes_part:
-                self.draft.save(self.output_dir / "draft", dtype=dtype)
+                self.draft.save(self.output_dir / "draft", dtype=dtype, weights=draft_weights)
         except RunError as problem:
             error = problem
-        for _ in weights:  # the ranks of a pipeline hand them round together
+        for _ in itertools.chain(weights, draft_weights):  # ranks that share a model go through its weights together
             pass
         self.ranks.agree(error)
 
@@ -450,9 +469,10 @@ class CoTrainer:
         folder, error = self.output_dir / "checkpoints", None
         if self.step in checkpoint.complete_steps(folder):
             return  # the state after a step is what it is: nothing to write twice
+        state = self.state_dict()
         try:
             if self.ranks.writes_part:
-                checkpoint.write_part(folder, self.step, self.ranks.pp_rank, self.state_dict())
+                checkpoint.write_part(folder, self.step, self.ranks.pp_rank, state)
         except RunError as problem:
             error = problem
         self.ranks.agree(error)
@@ -463,20 +483,3 @@ class CoTrainer:
             error = problem
         self.ranks.agree(error)
         self.checkpoint_s += time.perf_counter() - started
-
-
-def _sample_row(sample: Sample) -> dict[str, Any]:
-    """One line of ``samples.jsonl``."""
-    completion, prompt = sample.completion, sample.prompt.item.prompt
-    return {
-        "prompt": prompt,
-        "response": sample.text,
-        "answer": sample.prompt.item.answer,
-        "reward": sample.reward,
-        "components": sample.components,
-        "advantage": sample.advantage,
-        "finish_reason": completion.finish_reason,
-        "seed": sample.request.seed,
-        "drafts": completion.num_drafts,
-        "accepted": completion.num_accepted,
-    }

@@ -381,6 +381,16 @@ def _process(config: Config) -> Iterator[str]:
             f"{product} does not divide the {world} rank(s) of this run; start them with `torchrun --nproc-per-node N --module"
             " torchspec.train train CONFIG.toml`."
         )
+    if config.parallelism.shard and stages > 1:
+        yield (
+            f"parallelism.shard = true with pipeline.ranks = {stages}: the stages of a pipeline are not sharded; use"
+            " one of the two."
+        )
+    elif config.parallelism.shard and world == 1:
+        yield (
+            "parallelism.shard = true has but one rank to shard over; start several with `torchrun --nproc-per-node N"
+            " --module torchspec.train train CONFIG.toml`, or set it to false."
+        )
     if config.device == "cuda" and config.train.compute_dtype == "float32":
         yield FP32_ON_GPU
     timeout, rollout = config.parallelism.timeout_s, config.rollout.deadline_s

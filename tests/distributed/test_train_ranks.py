@@ -1,4 +1,4 @@
-"""Whole runs under torchrun: a pipeline trains what replicas train, another number of ranks goes on, a killed rank ends all."""
+"""Whole runs under torchrun: a pipeline and shards train what replicas do, other ranks go on, a killed rank ends all."""
 
 from __future__ import annotations
 
@@ -91,21 +91,22 @@ PIPELINE = ("--pipeline.ranks", "2", "--pipeline.schedule", "Interleaved1F1B", "
 
 
 @pytest.mark.parity
-def test_a_pipeline_trains_what_replicas_train_and_one_rank_goes_on(tiny, tmp_path):
+@pytest.mark.parametrize("how", [PIPELINE, ("--parallelism.shard",)], ids=["pipeline", "sharded"])
+def test_ranks_that_share_the_models_train_what_replicas_train_and_one_rank_goes_on(tiny, tmp_path, how):
     run(2, tiny, tmp_path / "replicas", "--train.steps", "1")
-    run(2, tiny, tmp_path / "pipeline", "--train.steps", "2", *PIPELINE)
-    (one,), (first, second) = lines(tmp_path / "replicas"), lines(tmp_path / "pipeline")
+    run(2, tiny, tmp_path / "shared", "--train.steps", "2", *how)
+    (one,), (first, second) = lines(tmp_path / "replicas"), lines(tmp_path / "shared")
     assert first.keys() - {"eval/reward_final"} <= one.keys() | second.keys()
     for name in ("reward/mean", "rollout/tokens", "train/tokens"):  # the same engines, seeds and weights
         assert first[name] == one[name], name
     for name in ("policy/loss", "policy/grad_norm", "policy/kl", "draft/loss", "draft/grad_norm", "train/logprob_gap"):
         assert first[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), name
     assert second["refit/version"] == 2 and second["train/logprob_gap"] < 1e-3  # both engines serve what was trained
-    assert (tmp_path / "pipeline" / "policy" / "config.json").is_file()
-    assert (tmp_path / "pipeline" / "draft" / "model.safetensors").is_file()
-    run(1, tiny, tmp_path / "pipeline", "--train.steps", "3", "--checkpoint.resume")
-    assert [row["step"] for row in lines(tmp_path / "pipeline")] == [1, 2, 3]
-    assert lines(tmp_path / "pipeline")[-1]["train/logprob_gap"] < 1e-3
+    assert (tmp_path / "shared" / "policy" / "config.json").is_file()
+    assert (tmp_path / "shared" / "draft" / "model.safetensors").is_file()
+    run(1, tiny, tmp_path / "shared", "--train.steps", "3", "--checkpoint.resume")
+    assert [row["step"] for row in lines(tmp_path / "shared")] == [1, 2, 3]
+    assert lines(tmp_path / "shared")[-1]["train/logprob_gap"] < 1e-3
 
 
 def children(pid: int) -> list[int]:

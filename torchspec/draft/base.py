@@ -10,7 +10,7 @@ Legend: T tokens in a pack, E hidden size, V policy vocabulary, Vd draft vocabul
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -149,14 +149,28 @@ class Draft(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the served draft under its checkpoint name, full and in the master dtype."""
+        """Every tensor of the served draft under its checkpoint name, full and in the master dtype.
 
-    def save(self, folder: str | Path, dtype: torch.dtype | None = None) -> None:
-        """Write config.json and model.safetensors as one atomic step; dtype None keeps the master dtype."""
+        Of a sharded draft (DTensor parameters) all ranks iterate together.
+        """
+
+    def save(
+        self,
+        folder: str | Path,
+        dtype: torch.dtype | None = None,
+        weights: Iterable[tuple[str, Tensor]] | None = None,
+    ) -> None:
+        """Write config.json and model.safetensors as one atomic step; dtype None keeps the master dtype.
+
+        ``weights``: an iterator of ``hf_weights`` that other ranks follow, of a draft that they share; None: a new one.
+        """
         from torchspec.draft.folder import write_model_folder
 
         write_model_folder(
-            folder, self.hf_config(), self.hf_weights(), dtype or next(self.parameters()).dtype
+            folder,
+            self.hf_config(),
+            self.hf_weights() if weights is None else weights,
+            dtype or next(self.parameters()).dtype,
         )
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from torchspec.optim.config import OptimizerConfig
+from torchspec.shard import slice_for, whole
 
 
 def lr_factor(config: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -63,8 +64,9 @@ class Optimizer:
         """Clip the gradients in place; return their global norm before clipping (0-d, fp32)."""
         limit = self.config.max_grad_norm or math.inf
         if self.total_norm is None:
-            return torch.nn.utils.clip_grad_norm_(self.params, limit)
-        norm = self.total_norm(self.params)
+            norm = whole(torch.nn.utils.get_total_norm([p.grad for p in self.params if p.grad is not None]))
+        else:
+            norm = self.total_norm(self.params)
         torch.nn.utils.clip_grads_with_norm_(self.params, limit, norm)
         return norm
 
@@ -92,4 +94,7 @@ class Optimizer:
         for name, p in self.named.items():
             if name in state["adamw"]:
                 moments = state["adamw"][name]  # AdamW counts its steps in a tensor on the CPU
-                self.adamw.state[p] = {k: v.clone() if k == "step" else v.to(p, copy=True) for k, v in moments.items()}
+                self.adamw.state[p] = {
+                    k: v.clone() if k == "step" else torch.empty_like(p, requires_grad=False).copy_(slice_for(v, p))
+                    for k, v in moments.items()
+                }

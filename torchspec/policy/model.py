@@ -175,6 +175,8 @@ class Policy(nn.Module):
     def _cast_call(self, module: nn.Module, *args: Any) -> Tensor:
         """``module(*args)`` with its weights in the compute dtype; their gradients come back in the master
         dtype."""
+        if hasattr(module, "unshard"):
+            return module(*args)  # FSDP gathers the weights in the compute dtype
         weights = dict(module.named_parameters())
         if all(w.dtype == self.compute_dtype for w in weights.values()):
             return module(*args)

@@ -60,7 +60,7 @@ class PipelinedPolicy:
         ranks: of the run. All of them make this object together.
     """
 
-    lends_taps = equal_rows = True
+    lends_taps = equal_rows = equal_count = True
 
     def __init__(
         self,

@@ -32,12 +32,13 @@ class WholePolicy:
         holds_head, holds_draft: whether the callbacks run on this rank.
         lends_taps: whether a draft step's tensors are valid during its call only.
         equal_rows: whether all microbatches of a run need the same number of rows.
+        equal_count: whether all ranks must run equally many microbatches, if need be of padding.
         teacher_head: [V, E], the policy's head for the draft's targets; where the draft is.
         total_norm: gradients' global norm over the ranks that share the model; None: they are all here.
     """
 
     holds_head = holds_draft = True
-    lends_taps = equal_rows = False
+    lends_taps = equal_rows = equal_count = False
     total_norm = None
 
     def __init__(self, policy: Policy) -> None:
