@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -46,6 +46,21 @@ class DraftInputs:
     taps: list[Tensor]
     embed_TE: Tensor
     hidden_TE: Tensor
+
+
+@dataclass
+class Found:
+    """What an optimizer step's microbatches leave: sums for the metrics, and the draft's inputs where they are kept."""
+
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    maxima: dict[str, Tensor] = field(default_factory=dict)
+    draft_sums: dict[str, Tensor] = field(default_factory=dict)
+    draft_counts_K: Tensor | None = None
+    """Rows of each pass over the whole step, where they are known before it."""
+    keep: bool = False
+    stored: list[tuple[DraftInputs, Any]] = field(default_factory=list)
+    """Inputs and targets, when ``keep``: the draft's passes come after all of the policy's."""
+    draft_seconds: float = 0.0
 
 
 @dataclass
@@ -144,17 +159,16 @@ class Learner:
     # ---- one optimizer step -------------------------------------------------------------------------------------
 
     def _optimizer_step(self, part: Part, may_stop: bool, on_progress: Callable[[int, int], None]) -> UpdateResult:
-        train_draft = part.trains_draft
-        # A gate's counts are known only after every policy forward, and extra steps come back to the taps: keep them.
-        draft_counts_K = None
-        if train_draft:
+        since = time.perf_counter()
+        if self.reference is not None:
+            self._fill_logprobs(part.live, self.reference, "ref_logp_T")
+        found = Found()
+        if part.trains_draft:
             self.runner.share_head()
+            # A gate's counts are known only after every policy forward, and extra steps come back to the taps: keep them.
             if not self.config.draft.extra_steps:
-                draft_counts_K = self._draft_counts([m.batch for m in part.microbatches])
-        keep = train_draft and self.draft is not None and draft_counts_K is None
-        tap_ids = tuple(sorted({0, *self.tap_ids})) if train_draft else ()
-        stored: list[tuple[DraftInputs, Any]] = []
-        sums, maxima, draft_sums = {}, {}, {}
+                found.draft_counts_K = self._draft_counts([m.batch for m in part.microbatches])
+            found.keep = self.draft is not None and found.draft_counts_K is None
 
         def on_start(_: int) -> None:
             if may_stop and self.stop:
@@ -163,45 +177,47 @@ class Learner:
             on_progress(self.done, self.total)
             self.done += 1
 
-        since = time.perf_counter()
-        if self.reference is not None:
-            self._fill_logprobs(part.live, self.reference, "ref_logp_T")
-        drafting = self.clock.get("draft", 0.0)
-        for microbatches, live in ((part.live, True), (part.idle, False)):
-
-            def draft_step(m: int, taps: dict[int, Tensor], hidden_TE: Tensor, batches: list = microbatches) -> None:
-                started = time.perf_counter()
-                inputs = self._draft_inputs(batches[m].batch, taps, hidden_TE, keep)
-                targets = self._draft_targets(inputs)
-                if keep:
-                    stored.append((inputs, targets))
-                else:
-                    _add(draft_sums, self._draft_pass(inputs, targets, draft_counts_K))
-                self.clock.lap("draft", started)
-
-            def on_hidden(m: int, hidden_TE: Tensor, batches: list = microbatches) -> Tensor:
-                return self._policy_loss(batches[m], hidden_TE, part.counts, sums, maxima)
-
-            if microbatches:
-                self.runner.run(
-                    [m.batch for m in microbatches],
-                    tap_ids,
-                    on_hidden=on_hidden if live else None,
-                    backward=live,
-                    draft_step=draft_step if train_draft else None,
-                    on_start=on_start,
-                )
+        self._run(part, part.live, True, found, on_start)
+        self._run(part, part.idle, False, found, on_start)
         on_progress(self.done, self.total)
-        self.clock["policy"] = (
-            self.clock.get("policy", 0.0) + time.perf_counter() - since - (self.clock.get("draft", 0.0) - drafting)
-        )
-        if keep:
+        self.clock["policy"] = self.clock.get("policy", 0.0) + time.perf_counter() - since - found.draft_seconds
+        if part.trains_draft:
             since = time.perf_counter()
-            draft_sums = self._draft_passes(stored)
-            self.clock.lap("draft", since)
-        return self._step_both(part, stored, sums, maxima, draft_sums)
+            if found.keep:
+                found.draft_sums = self._draft_passes(found.stored)
+            self.clock.lap("draft", since - found.draft_seconds)
+        return self._step_both(part, found)
 
-    def _policy_loss(self, microbatch: Microbatch, hidden_TE: Tensor, counts: PolicyCounts, sums: dict, maxima: dict) -> Tensor:
+    def _run(
+        self, part: Part, microbatches: list[Microbatch], live: bool, found: Found, on_start: Callable[[int], None]
+    ) -> None:
+        """The policy's forwards, with its loss and backward when ``live``, and the draft after each."""
+        if not microbatches:
+            return
+
+        def on_hidden(m: int, hidden_TE: Tensor) -> Tensor:
+            return self._policy_loss(microbatches[m], hidden_TE, part.counts, found)
+
+        def draft_step(m: int, taps: dict[int, Tensor], hidden_TE: Tensor) -> None:
+            since = time.perf_counter()
+            inputs = self._draft_inputs(microbatches[m].batch, taps, hidden_TE, found.keep)
+            targets = self._draft_targets(inputs)
+            if found.keep:
+                found.stored.append((inputs, targets))
+            else:
+                _add(found.draft_sums, self._draft_pass(inputs, targets, found.draft_counts_K))
+            found.draft_seconds += time.perf_counter() - since
+
+        self.runner.run(
+            [m.batch for m in microbatches],
+            tuple(sorted({0, *self.tap_ids})) if part.trains_draft else (),
+            on_hidden=on_hidden if live else None,
+            backward=live,
+            draft_step=draft_step if part.trains_draft else None,
+            on_start=on_start,
+        )
+
+    def _policy_loss(self, microbatch: Microbatch, hidden_TE: Tensor, counts: PolicyCounts, found: Found) -> Tensor:
         """The policy's loss of one microbatch."""
         batch = microbatch.batch
         logp_T, entropy_T = self._token_logprobs(self.policy.head_weight, hidden_TE, batch)
@@ -223,9 +239,10 @@ class Learner:
             ref_logp_T=whole(microbatch.ref_logp_T),
             entropy_T=whole(entropy_T),
         )
-        _add(sums, result.sums)
+        _add(found.sums, result.sums)
         for name, value in result.maxima.items():
-            maxima[name] = torch.maximum(maxima[name], value) if name in maxima else value
+            known = found.maxima.get(name)
+            found.maxima[name] = value if known is None else torch.maximum(known, value)
         return result.loss
 
     def _token_logprobs(self, head_VE: Tensor, hidden_TE: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
@@ -312,13 +329,11 @@ class Learner:
 
     # ---- the step of both ---------------------------------------------------------------------------------------
 
-    def _step_both(
-        self, part: Part, stored: list[tuple[DraftInputs, Any]], sums: dict, maxima: dict, draft_sums: dict
-    ) -> UpdateResult:
+    def _step_both(self, part: Part, found: Found) -> UpdateResult:
         """Sum over ranks, clip, look for NaN; step the draft (with its extra steps), then the policy, whose head it reads."""
         since = time.perf_counter()
-        sums, maxima = self.ranks.sum_metrics(sums, self.ranks.cp_size), self.ranks.max_metrics(maxima)
-        draft_sums = self.ranks.sum_metrics(draft_sums)
+        sums, maxima = self.ranks.sum_metrics(found.sums, self.ranks.cp_size), self.ranks.max_metrics(found.maxima)
+        draft_sums = self.ranks.sum_metrics(found.draft_sums)
         metrics: dict[str, float] = {"policy/lr": self.policy_optimizer.lr}
         checked = [each["loss"] for each in (sums, draft_sums) if each]
         if part.trains_policy:
@@ -342,7 +357,7 @@ class Learner:
             self.draft_optimizer.step()
             since = self.clock.lap("optimizer", since)
             for _ in range(self.config.draft.extra_steps):
-                self._draft_passes(stored)
+                self._draft_passes(found.stored)
                 self.ranks.sum_gradients(self.draft)
                 if not torch.isfinite(self.draft_optimizer.clip()):
                     # The joint step stands; the draft stops here, and its next loss tells whether it is sound.
