@@ -64,9 +64,7 @@ def _outcome(process: Any, file: Path) -> dict:
     return {"exitcode": process.exitcode} | found
 
 
-def _rank_main(
-    worker: Callable[..., Any], rank: int, world_size: int, port: int, folder: str, args: tuple
-) -> None:
+def _rank_main(worker: Callable[..., Any], rank: int, world_size: int, port: int, folder: str, args: tuple) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=GROUP_TIMEOUT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT)

@@ -25,7 +25,12 @@ VOCAB = 40
 
 def make_config(**changes) -> Config:
     policy = PolicyConfig(
-        hidden_size=32, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=48,
+        hidden_size=32,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        intermediate_size=48,
         optimizer=OptimizerConfig(lr=1e-3),
     )
     draft = DraftConfig(ttt_steps=3, tap_ids=(1, 2, 4), optimizer=OptimizerConfig(lr=1e-3))

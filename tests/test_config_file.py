@@ -85,9 +85,7 @@ def test_overrides_reach_every_kind_of_setting(tmp_path):
     )
     assert config.draft.ttt_steps == 2 and config.checkpoint.resume is True
     assert config.draft.tap_ids == (1, 2) and config.draft.pass_weights == (1.0, 0.5)
-    assert (
-        config.policy.optimizer.lr == 1e-5 and config.device == "cpu" and config.metrics.tensorboard is False
-    )
+    assert config.policy.optimizer.lr == 1e-5 and config.device == "cpu" and config.metrics.tensorboard is False
     assert config.environment.args == {"min_word_len": 4, "new_key": [1, 2.5], "word": "plain text"}
     assert config.draft.args == {"flag": True}
     assert config.rollout.sampling.max_tokens == 20, "what is not overridden stays as the file says"
@@ -129,13 +127,9 @@ def _shuffled(kind, rng):
         elif hint is int:
             values[field.name] = rng.randrange(-10, 2**40)
         elif hint is float:
-            values[field.name] = rng.choice(
-                [rng.gauss(0, 1), 10.0 ** rng.randrange(-300, 300), 1.0, 1e16, 0.1 + 0.2]
-            )
+            values[field.name] = rng.choice([rng.gauss(0, 1), 10.0 ** rng.randrange(-300, 300), 1.0, 1e16, 0.1 + 0.2])
         elif hint is str:
-            values[field.name] = "".join(
-                rng.choice("ab \"'\\\n\t\x01\x7f\u00e9\U0001f600=#[") for _ in range(8)
-            )
+            values[field.name] = "".join(rng.choice("ab \"'\\\n\t\x01\x7f\u00e9\U0001f600=#[") for _ in range(8))
         elif field.name in ("betas",):
             values[field.name] = (rng.random(), rng.random())
         elif typing.get_origin(hint) is tuple:
@@ -183,9 +177,7 @@ def test_help_is_quick_and_loads_no_torch(tmp_path):
         "assert not heavy, heavy\nsys.exit(status)"
     )
     begin = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", code, "train", "--help"], capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", code, "train", "--help"], capture_output=True, text=True, timeout=60)
     seconds = time.monotonic() - begin
     assert done.returncode == 0, done.stderr
     assert "--draft.ttt-steps INT" in done.stdout and "Passes K of the unroll" in done.stdout

@@ -33,9 +33,7 @@ def imported_rooms(path: Path) -> set[str]:
     hidden = {
         id(node)
         for branch in ast.walk(tree)
-        if isinstance(branch, ast.If)
-        and isinstance(branch.test, ast.Name)
-        and branch.test.id == "TYPE_CHECKING"
+        if isinstance(branch, ast.If) and isinstance(branch.test, ast.Name) and branch.test.id == "TYPE_CHECKING"
         for node in ast.walk(branch)
     }
     names: list[str] = []
@@ -89,6 +87,10 @@ def test_a_file_is_read_in_one_sitting(path):
     assert text.count("\n") <= 500
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef):
-            assert node.end_lineno - node.lineno < 80, (
-                f"{node.name} has {node.end_lineno - node.lineno + 1} lines"
-            )
+            assert node.end_lineno - node.lineno < 80, f"{node.name} has {node.end_lineno - node.lineno + 1} lines"
+
+
+def test_lines_end_at_120_columns():
+    for path in [*FILES, *ROOT.glob("tests/**/*.py")]:
+        long = [i for i, line in enumerate(path.read_text().splitlines(), 1) if len(line) > 120]
+        assert not long, f"{path}: lines {long}"

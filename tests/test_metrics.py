@@ -56,14 +56,8 @@ def test_one_finite_line_a_step_on_disk_at_once(tmp_path):
             "h": None,
             "i": None,
         }
-        log.samples(
-            1, [{"prompt": "a\nb\u00e9\u2028", "components": {"x": math.nan}, "seed": 2**62}, {"prompt": "2"}]
-        )
-        rows = (
-            lines(tmp_path / "samples.jsonl")
-            if "\u2028" not in (tmp_path / "samples.jsonl").read_text()
-            else None
-        )
+        log.samples(1, [{"prompt": "a\nb\u00e9\u2028", "components": {"x": math.nan}, "seed": 2**62}, {"prompt": "2"}])
+        rows = lines(tmp_path / "samples.jsonl") if "\u2028" not in (tmp_path / "samples.jsonl").read_text() else None
         rows = rows or [json.loads(t) for t in (tmp_path / "samples.jsonl").read_text().split("\n") if t]
         assert rows == [
             {"step": 1, "prompt": "a\nb\u00e9\u2028", "components": {"x": None}, "seed": 2**62},
@@ -89,9 +83,7 @@ def test_cutting(tmp_path):
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 11, "x": 0.')  # killed while writing
     cut_logs(tmp_path, steps)
-    assert (tmp_path / "metrics.jsonl").read_text().splitlines() == before[:steps], (
-        "kept lines stay to the byte"
-    )
+    assert (tmp_path / "metrics.jsonl").read_text().splitlines() == before[:steps], "kept lines stay to the byte"
     assert [r["step"] for r in read_rows(tmp_path / "samples.jsonl")] == [
         s for s in range(1, steps + 1) for _ in range(3)
     ]
@@ -189,7 +181,5 @@ def test_wandb_is_optional_and_gets_the_same_numbers(tmp_path, monkeypatch):
         with MetricsLog(tmp_path, config) as log:
             log.log(1, {"a": 1.5, "b": math.nan, "c": "text"})
     assert got == [(1, {"a": 1.5}), "end"] * 2
-    assert inits[0]["id"] == inits[1]["id"] and len(inits[0]["id"]) == 8, (
-        "a resumed run goes on in the same W&B run"
-    )
+    assert inits[0]["id"] == inits[1]["id"] and len(inits[0]["id"]) == 8, "a resumed run goes on in the same W&B run"
     assert inits[0]["resume"] == "allow" and inits[0]["config"]["draft"]["ttt_steps"] == 3

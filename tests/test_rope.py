@@ -51,9 +51,7 @@ def test_frequencies_equal_transformers(scaling, head_dim):
     )
     kind = config.rope_parameters["rope_type"]
     expected_F, expected_factor = ROPE_INIT_FUNCTIONS[kind](config, device="cpu")
-    actual_F, factor = rope_frequencies(
-        head_dim, 5e5, check_rope_scaling(scaling), dtype=torch.float32, device="cpu"
-    )
+    actual_F, factor = rope_frequencies(head_dim, 5e5, check_rope_scaling(scaling), dtype=torch.float32, device="cpu")
     assert factor == pytest.approx(expected_factor, rel=1e-12)
     torch.testing.assert_close(actual_F, expected_F, rtol=3e-7, atol=0)
 

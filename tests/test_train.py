@@ -66,11 +66,7 @@ def test_errors_are_caught_once(folder, capsys, what, status, sentence, log):
     if log is None:
         assert not path.exists()
     else:
-        assert (
-            log in path.read_text()
-            and "Traceback" in path.read_text()
-            and str(path.relative_to(folder)) in err
-        )
+        assert log in path.read_text() and "Traceback" in path.read_text() and str(path.relative_to(folder)) in err
         (folder / "what.txt").unlink()
         assert main(["train", "c.toml", "--checkpoint.resume"]) == 0
         assert not path.exists(), "error.log is of the last run only"

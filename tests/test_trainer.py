@@ -63,12 +63,13 @@ tensorboard = false
 
 # Fixed by DESIGN section 10; what a run of this config cannot have (a KL, no time spent in ...) is left out.
 METRICS = """
-reward/mean reward/std policy/lr draft/lr policy/ratio_mean policy/tis_clip_fraction policy/advantage_std rollout/prompts
-rollout/length_mean rollout/length_max rollout/truncated_fraction train/logprob_gap_mean train/engine_kl time/score
-policy/loss policy/grad_norm policy/entropy policy/kl policy/clip_fraction draft/loss draft/loss_pass_0 draft/loss_pass_1
-draft/grad_norm draft/top1_pass_0 draft/expected_accept_len spec/accept_len spec/accept_rate spec/accept_rate_pos_0
-rollout/tokens rollout/tokens_per_s train/tokens train/logprob_gap time/rollout time/policy time/draft time/optimizer
-time/refit time/checkpoint time/step memory/peak_bytes refit/version skipped/groups skipped/steps
+reward/mean reward/std policy/lr draft/lr policy/ratio_mean policy/tis_clip_fraction policy/advantage_std
+rollout/prompts rollout/length_mean rollout/length_max rollout/truncated_fraction train/logprob_gap_mean
+train/engine_kl time/score policy/loss policy/grad_norm policy/entropy policy/kl policy/clip_fraction draft/loss
+draft/loss_pass_0 draft/loss_pass_1 draft/grad_norm draft/top1_pass_0 draft/expected_accept_len spec/accept_len
+spec/accept_rate spec/accept_rate_pos_0 rollout/tokens rollout/tokens_per_s train/tokens train/logprob_gap
+time/rollout time/policy time/draft time/optimizer time/refit time/checkpoint time/step memory/peak_bytes
+refit/version skipped/groups skipped/steps
 """.split()
 
 
@@ -198,7 +199,10 @@ def test_a_real_signal_saves_prints_the_command_and_ends_with_130(tiny, tmp_path
     if number == signal.SIGINT:
         resumed = subprocess.run(
             [*command, "--train.steps", str(done + 1), "--checkpoint.resume"],
-            capture_output=True, text=True, env=env, timeout=300,
+            capture_output=True,
+            text=True,
+            env=env,
+            timeout=300,
         )
         assert resumed.returncode == 0, resumed.stderr[-3000:]
         assert [row["step"] for row in lines(folder)] == list(range(1, done + 2))

@@ -224,8 +224,6 @@ def test_one_vllm_exactly(there, words):
             check_installation(version)
 
 
-@pytest.mark.parametrize(
-    "path", sorted(Path(__file__).parents[1].glob("train_configs/*.toml")), ids=lambda p: p.name
-)
+@pytest.mark.parametrize("path", sorted(Path(__file__).parents[1].glob("train_configs/*.toml")), ids=lambda p: p.name)
 def test_the_configs_that_come_with_the_package_are_sound(path):
     validate(config_from_toml(path.read_text(), path.name), check_files=False)

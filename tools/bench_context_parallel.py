@@ -115,9 +115,7 @@ def count(mesh, transport: str, passes: int) -> dict:
 def rank_main(rank: int, size: int, folder: str, cases: list) -> None:
     """One spawned rank: all cases, results to a file."""
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=TIMEOUT
-    )
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=TIMEOUT)
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))
     torch.save([count(mesh, *case) for case in cases], f"{folder}/{rank}")
     dist.barrier()
@@ -320,22 +318,12 @@ def show(title: str, rows: list[dict]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="C up to 4 and small shapes: under a minute on 2 cores"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="C up to 4 and small shapes: under a minute on 2 cores")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
-    parser.add_argument(
-        "--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu"
-    )
-    parser.add_argument(
-        "--link-gb-per-s", type=float, default=50.0, help="link of one rank, for the prediction"
-    )
-    parser.add_argument(
-        "--peak-tflops", type=float, default=0.0, help="the card's matrix peak in the dtype used"
-    )
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--link-gb-per-s", type=float, default=50.0, help="link of one rank, for the prediction")
+    parser.add_argument("--peak-tflops", type=float, default=0.0, help="the card's matrix peak in the dtype used")
     parser.add_argument(
         "--flops-per-s", type=float, default=0.0, help="your card's, for the prediction, in place of the measured"
     )

@@ -168,9 +168,7 @@ class Problem:
             recorded.export_chrome_trace(str(path))
             events = json.loads(path.read_text())["traceEvents"]
         memory = sorted(
-            (e["ts"], e["args"]["Total Allocated"], e["args"]["Bytes"])
-            for e in events
-            if e.get("name") == "[memory]"
+            (e["ts"], e["args"]["Total Allocated"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]"
         )
         return max(total for _, total, _ in memory) - (memory[0][1] - memory[0][2])
 
@@ -233,11 +231,7 @@ def shapes(args: argparse.Namespace) -> list[tuple[str, dict]]:
         ]
     if args.quick:
         base = dict(rows=512, vocab=8192, width=64)
-        return [
-            (args.only, base | dict(draft=draft, passes=passes))
-            for passes in (1, 3)
-            for draft in (8192, 2048)
-        ]
+        return [(args.only, base | dict(draft=draft, passes=passes)) for passes in (1, 3) for draft in (8192, 2048)]
     base = dict(vocab=49152, width=576, passes=3)
     plan = [
         ("time", base | dict(rows=4096, draft=49152)),
@@ -254,9 +248,7 @@ def text(value) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE", help="also write the rows as a list of objects")
     parser.add_argument("--quick", action="store_true", help="tiny shapes, under a minute on two cores")
     parser.add_argument("--only", choices=("all", "time", "memory"), default="all")
@@ -286,9 +278,7 @@ def main() -> None:
     for objective in sorted(OBJECTIVES) if args.objective == "all" else [args.objective]:
         for what, shape in shapes(args):
             rows.append(
-                measure(
-                    Problem(**shape, objective=objective, chunk=chunk, device=args.device), args.repeats, what
-                )
+                measure(Problem(**shape, objective=objective, chunk=chunk, device=args.device), args.repeats, what)
             )
             print(" | ".join(text(rows[-1][name]) for name in COLUMNS), flush=True)
     if args.json:

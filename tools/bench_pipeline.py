@@ -70,8 +70,7 @@ class Layers(nn.Module):
     def __init__(self, num: int, width: int):
         super().__init__()
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-            for _ in range(num)
+            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(num)
         )
 
     def forward(self, h: Tensor) -> Tensor:
@@ -103,9 +102,7 @@ def build(
     holders = rank_of_stages(name, options.pp)
     hidden = torch.empty(1, options.rows, options.width, requires_grad=True)
     stages = [
-        PipelineStage(
-            part, s, len(holders), torch.device("cpu"), group=group, input_args=hidden, output_args=hidden
-        )
+        PipelineStage(part, s, len(holders), torch.device("cpu"), group=group, input_args=hidden, output_args=hidden)
         for s, part in parts.items()
     ]
     log: list[tuple] = []
@@ -146,9 +143,7 @@ def build(
     return CoTrainPipeline(schedule, stages, channel, points, draft_step=draft, log=log), log
 
 
-def one_step(
-    pipeline: CoTrainPipeline, parts: Mapping[int, Layers], last: int, options: argparse.Namespace
-) -> float:
+def one_step(pipeline: CoTrainPipeline, parts: Mapping[int, Layers], last: int, options: argparse.Namespace) -> float:
     """Seconds of a step: from the first rank's start to the last rank's end (one clock for all ranks of a
     machine)."""
     batch = torch.ones(options.microbatches, options.rows, options.width)
@@ -212,9 +207,7 @@ def measure(rank: int, name: str, group: Any, message: float, options: argparse.
     first = action_costs(pipelines["off"][1], last)
     first |= {key: cost for key, cost in action_costs(pipelines["inline"][1], last).items() if key == "draft"}
     costs = merged_costs(first, message)
-    pipelines |= {
-        mode: build(rank, name, mode, parts, group, options, costs) for mode in ("again", "taps", "deferred")
-    }
+    pipelines |= {mode: build(rank, name, mode, parts, group, options, costs) for mode in ("again", "taps", "deferred")}
     for mode in ("again", "taps", "deferred"):
         one_step(pipelines[mode][0], parts, last, options)
     for _, log in pipelines.values():
@@ -226,9 +219,7 @@ def measure(rank: int, name: str, group: Any, message: float, options: argparse.
     final = action_costs(pipelines["off"][1], last)
     drafts = pipelines["inline"][1] + pipelines["deferred"][1]
     final |= {key: cost for key, cost in action_costs(drafts, last).items() if key == "draft"}
-    return make_rows(
-        name, seconds, costs_from(merged_costs(final, message)), pipelines["deferred"][0], options
-    )
+    return make_rows(name, seconds, costs_from(merged_costs(final, message)), pipelines["deferred"][0], options)
 
 
 def make_rows(
@@ -253,9 +244,7 @@ def make_rows(
         flow = (
             plan.flow()
             if mode == "deferred"
-            else make_tap_plan(
-                table, {tap: stage for stage, taps in plan.taps_of.items() for tap in taps}
-            ).flow()
+            else make_tap_plan(table, {tap: stage for stage, taps in plan.taps_of.items() for tap in taps}).flow()
         )
         predicted = simulate(table, flow, costs).seconds
         rows.append(
@@ -300,9 +289,7 @@ def rank_main(rank: int, folder: str, options: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> list[dict]:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedule", nargs="+", choices=SCHEDULES)
     parser.add_argument("--pp", type=int, default=2)
     parser.add_argument("--microbatches", type=int, default=8)
@@ -322,8 +309,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("spawn")
         ranks = [
-            context.Process(target=rank_main, args=(rank, folder, options), daemon=True)
-            for rank in range(options.pp)
+            context.Process(target=rank_main, args=(rank, folder, options), daemon=True) for rank in range(options.pp)
         ]
         for process in ranks:
             process.start()
@@ -337,9 +323,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
                 process.join()
         file = Path(folder, "rows.json")
         if not file.exists():
-            raise SystemExit(
-                f"The ranks ended with {[process.exitcode for process in ranks]} and left no result."
-            )
+            raise SystemExit(f"The ranks ended with {[process.exitcode for process in ranks]} and left no result.")
         rows = json.loads(file.read_text())
     cells = [[f"{row[c]:.4g}" if isinstance(row[c], float) else str(row[c]) for c in COLUMNS] for row in rows]
     widths = [max(len(c), *(len(line[i]) for line in cells)) for i, c in enumerate(COLUMNS)]

@@ -3,9 +3,9 @@
     python tools/bench_step.py train_configs/quickstart.toml --run outputs/quickstart
     python tools/bench_step.py train_configs/quickstart.toml --quick
 
-With ``--run`` the steps go on from that run's newest checkpoint (its folder is only read), so that the draft is a trained
-one; without it they start from random weights, whose draft is hardly ever accepted. The serving rows are the same requests
-on the same weights with the draft and without it, alternating, medians.
+With ``--run`` the steps go on from that run's newest checkpoint (its folder is only read), so that the draft is a
+trained one; without it they start from random weights, whose draft is hardly ever accepted. The serving rows are the
+same requests on the same weights with the draft and without it, alternating, medians.
 
 Columns of ``--json``: phase, seconds (a step, median), share, speculation ("on" or "off"), and for the serving rows
 tokens_per_s and accept_len; memory_peak_bytes on the row of the whole step.
@@ -62,7 +62,11 @@ def serve(config, folder: Path, repeats: int) -> dict[str, dict[str, float]]:
             engine = trainer.build_engine()
             for _ in range(2):  # the first warms caches up
                 samples, stats, seconds = sample_responses(
-                    engine, trainer.tokenizer, prompts, eval_seeds(config.seed, len(prompts)), trainer.sampling,
+                    engine,
+                    trainer.tokenizer,
+                    prompts,
+                    eval_seeds(config.seed, len(prompts)),
+                    trainer.sampling,
                     deadline_s=config.rollout.deadline_s,
                 )
             speeds[name].append(sum(len(s.completion.token_ids) for s in samples) / seconds)
@@ -106,11 +110,16 @@ def main() -> None:
     print(f"{'phase':<12}{'seconds':>10}{'share':>8}  {'speculation':<12}")
     for row in rows:
         if row["phase"] == "serve":
-            print(f"{'serve':<12}{row['tokens_per_s']:>10.0f} tokens/s  {row['speculation']:<5} accept_len {row['accept_len']:.2f}")
+            print(
+                f"{'serve':<12}{row['tokens_per_s']:>10.0f} tokens/s  {row['speculation']:<5} accept_len "
+                f"{row['accept_len']:.2f}"
+            )
         else:
             print(f"{row['phase']:<12}{row['seconds']:>10.3f}{row['share']:>8.1%}  {row['speculation']:<12}")
-    print(f"speculation on / off: {served['on']['tokens_per_s'] / served['off']['tokens_per_s']:.2f} x tokens/s; "
-          f"peak memory {rows[len(PHASES)]['memory_peak_bytes'] / 2**20:.0f} MiB")
+    print(
+        f"speculation on / off: {served['on']['tokens_per_s'] / served['off']['tokens_per_s']:.2f} x tokens/s; "
+        f"peak memory {rows[len(PHASES)]['memory_peak_bytes'] / 2**20:.0f} MiB"
+    )
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
 

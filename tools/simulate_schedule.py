@@ -137,20 +137,14 @@ def print_table(rows: list[dict], columns: tuple[str, ...]) -> None:
 
 
 def main(argv: list[str] | None = None) -> list[dict]:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedule", nargs="+", default=list(SCHEDULES), choices=SCHEDULES)
     parser.add_argument("--pp", nargs="+", type=int, default=[2, 4, 8, 16])
     parser.add_argument("--microbatches", nargs="+", type=int, default=[4, 8, 16, 32, 64])
-    parser.add_argument(
-        "--draft", type=float, default=0.5, help="draft's cost a microbatch, in forwards of a rank"
-    )
+    parser.add_argument("--draft", type=float, default=0.5, help="draft's cost a microbatch, in forwards of a rank")
     parser.add_argument("--costs", type=Path, help="JSON file with costs by action")
     parser.add_argument("--timeline", action="store_true", help="print a timeline of every run")
-    parser.add_argument(
-        "--picture", type=Path, help="draw the timelines of the last schedule run (SVG or PNG)"
-    )
+    parser.add_argument("--picture", type=Path, help="draw the timelines of the last schedule run (SVG or PNG)")
     parser.add_argument("--json", type=Path, help="write the rows")
     parser.add_argument("--quick", action="store_true", help="pp 2 and 4, 4 and 16 microbatches")
     arguments = parser.parse_args(argv)
@@ -175,9 +169,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
                 rows += found
                 if arguments.timeline:
                     for mode, run in runs.items():
-                        print(
-                            f"{name}, pp {pp}, {microbatches} microbatches, draft {mode}: {run.seconds:.4g}"
-                        )
+                        print(f"{name}, pp {pp}, {microbatches} microbatches, draft {mode}: {run.seconds:.4g}")
                         print(text_timeline(run.spans, pp, max(r.seconds for r in runs.values())))
     if not rows:
         raise SystemExit("No schedule takes these numbers:\n" + "\n".join(sorted(set(refused))))

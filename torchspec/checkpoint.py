@@ -1,8 +1,8 @@
 """Checkpoints: complete or absent, never half.
 
 A checkpoint is a folder ``checkpoints/step-N`` with ``state-P.pt`` of every pipeline rank P and, written last, the mark
-``COMPLETE``. It is made in a hidden folder beside it and renamed, so that a kill or a full disk at any moment leaves the
-earlier ones as they were. Everything in it is kept by name: a run may resume with another number of pipeline ranks.
+``COMPLETE``. It is made in a hidden folder beside it and renamed, so that a kill or a full disk at any moment leaves
+the earlier ones as they were. Everything in it is kept by name: a run may resume with another number of pipeline ranks.
 """
 
 from __future__ import annotations

@@ -73,7 +73,8 @@ class Rollout:
             "rollout/prompts": self.num_groups,
             "rollout/length_mean": sum(lengths) / len(lengths),
             "rollout/length_max": max(lengths),
-            "rollout/truncated_fraction": sum(s.completion.finish_reason == "length" for s in self.samples) / len(lengths),
+            "rollout/truncated_fraction": sum(s.completion.finish_reason == "length" for s in self.samples)
+            / len(lengths),
             "rollout/tokens": sum(lengths),
             "rollout/tokens_per_s": sum(lengths) / max(self.rollout_s, 1e-9),
             "score/failed": self.failed_scores,

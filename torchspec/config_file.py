@@ -26,9 +26,7 @@ from torchspec.validation import validate
 FREE_FIELDS = ("environment.args", "draft.args")  # dict fields whose keys belong to the user's own code
 
 
-def load_config(
-    path: str | Path, overrides: Sequence[str] = (), prog: str = "torchspec train CONFIG.toml"
-) -> Config:
+def load_config(path: str | Path, overrides: Sequence[str] = (), prog: str = "torchspec train CONFIG.toml") -> Config:
     """The settings in the TOML file ``path`` with the command line's ``overrides`` on top, checked;
     output_dir filled in.
 
@@ -89,9 +87,7 @@ def _refuse_unwritable(value: Any, name: str, where: tuple[str, ...]) -> None:
     elif isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{name}: {'.'.join(where)} = {value} is not a finite number.")
     elif not isinstance(value, (str, int, float, bool)):
-        raise ConfigError(
-            f"{name}: {'.'.join(where)} = {value} is a date or time, which no setting takes; quote it."
-        )
+        raise ConfigError(f"{name}: {'.'.join(where)} = {value} is a date or time, which no setting takes; quote it.")
 
 
 def _sentence(fault: dict[str, Any], name: str) -> str:
@@ -228,11 +224,7 @@ def _new_free_keys(config: Config, args: list[str]) -> tuple[Config, list[str]]:
         table = next((t for t in FREE_FIELDS if flag.replace("_", "-").startswith(f"--{t}.")), None)
         key = flag[len(f"--{table}.") :].replace("-", "_") if table else ""
         known = {} if table is None else getattr_dotted(config, table)
-        if (
-            table is None
-            or not key
-            or key.removeprefix("no_").split(".")[0] in {k.replace("-", "_") for k in known}
-        ):
+        if table is None or not key or key.removeprefix("no_").split(".")[0] in {k.replace("-", "_") for k in known}:
             rest.append(args[position - 1])
             continue
         if not equals and (position == len(args) or args[position].startswith("--")):
@@ -266,10 +258,7 @@ def _replace_dotted(config: Any, name: str, value: Any) -> Any:
 
 def config_to_toml(config: Config) -> str:
     """The whole config as TOML text. Exact: reading it gives an equal Config, which is checked here."""
-    lines = [
-        "# All settings of this run. To run them again: torchspec train <this file> --output-dir <a new"
-        " folder>"
-    ]
+    lines = ["# All settings of this run. To run them again: torchspec train <this file> --output-dir <a new folder>"]
     _write_table(config, "", lines)
     text = "\n".join(lines) + "\n"
     if config_from_toml(text, "the resolved config") != config:

@@ -1,4 +1,5 @@
-"""``torchspec eval``: serve a policy, with its draft or alone, on held-out items; reward, acceptance, tokens per second."""
+"""``torchspec eval``: serve a policy, with its draft or alone, on held-out items; reward, acceptance, tokens per
+second."""
 
 from __future__ import annotations
 

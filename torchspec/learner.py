@@ -1,7 +1,7 @@
 """The second half of an RL step: samples -> packed microbatches -> gradients -> optimizer steps of both models.
 
-The draft reads the policy's taps, final hidden states and head detached, after the policy's own forward: with the draft on
-or off the policy's gradients are bit-equal. One optimizer step goes
+The draft reads the policy's taps, final hidden states and head detached, after the policy's own forward: with the draft
+on or off the policy's gradients are bit-equal. One optimizer step goes
 
     for each microbatch:  policy forward (taps captured), policy loss and backward
                           draft unroll on the taps, distillation and backward
@@ -110,7 +110,9 @@ class Learner:
         self.tap_ids = draft.tap_ids if draft is not None else tap_ids
         self.packer = Packer(config, policy, self.ranks)
         rl = config.rl
-        self.rl = dataclasses.replace(rl, loss_norm_constant=rl.loss_norm_constant or config.rollout.sampling.max_tokens)
+        self.rl = dataclasses.replace(
+            rl, loss_norm_constant=rl.loss_norm_constant or config.rollout.sampling.max_tokens
+        )
         total = config.train.steps * rl.updates_per_rollout
         self.policy_optimizer = Optimizer(
             self.policy.hf_parameters(), config.policy.optimizer, total, policy.total_norm
@@ -145,7 +147,9 @@ class Learner:
             result = self._optimizer_step(part, may_stop, on_progress)
             metrics.append(result.metrics)
             skipped |= result.skipped
-        merged = {key: sum(m[key] for m in metrics if key in m) / sum(key in m for m in metrics) for m in metrics for key in m}
+        merged = {
+            key: sum(m[key] for m in metrics if key in m) / sum(key in m for m in metrics) for m in metrics for key in m
+        }
         tokens = sum(int(m.batch.layout.real_T.sum()) for part in parts for m in part.microbatches)
         merged["train/tokens"] = sum(self.ranks.gather(tokens)) // self.ranks.pp_size
         merged |= {f"time/{name}": seconds for name, seconds in self.ranks.slowest(self.clock).items()}
@@ -165,7 +169,8 @@ class Learner:
         found = Found()
         if part.trains_draft:
             self.runner.share_head()
-            # A gate's counts are known only after every policy forward, and extra steps come back to the taps: keep them.
+            # A gate's counts are known only after every policy forward, and extra steps come back to the taps: keep
+            # them.
             if not self.config.draft.extra_steps:
                 found.draft_counts_K = self._draft_counts([m.batch for m in part.microbatches])
             found.keep = self.draft is not None and found.draft_counts_K is None
@@ -330,7 +335,8 @@ class Learner:
     # ---- the step of both ---------------------------------------------------------------------------------------
 
     def _step_both(self, part: Part, found: Found) -> UpdateResult:
-        """Sum over ranks, clip, look for NaN; step the draft (with its extra steps), then the policy, whose head it reads."""
+        """Sum over ranks, clip, look for NaN; step the draft (with its extra steps), then the policy, whose head it
+        reads."""
         since = time.perf_counter()
         sums, maxima = self.ranks.sum_metrics(found.sums, self.ranks.cp_size), self.ranks.max_metrics(found.maxima)
         draft_sums = self.ranks.sum_metrics(found.draft_sums)
@@ -404,12 +410,14 @@ class Learner:
         """
         if self.tap_ids and "draft" not in state:
             raise RunError(
-                "The checkpoint has no draft: its run had draft.enabled = false. Resume with --draft.no-enabled, or start a new run"
+                "The checkpoint has no draft: its run had draft.enabled = false. Resume with --draft.no-enabled, or "
+                "start a new run"
                 " from its policy/ folder (policy.path)."
             )
         if self.reference is not None and "reference" not in state:
             raise RunError(
-                "The checkpoint has no reference policy: its run had rl.kl_coef = 0. Resume with --rl.kl-coef 0, or start a new run"
+                "The checkpoint has no reference policy: its run had rl.kl_coef = 0. Resume with --rl.kl-coef 0, or "
+                "start a new run"
                 " from its policy/ folder (policy.path)."
             )
         _copy_weights(self.policy, state["policy"])
@@ -426,7 +434,8 @@ def _copy_weights(policy: Any, weights: dict[str, Tensor]) -> None:
         if name not in weights or weights[name].shape != p.shape:
             found = list(weights[name].shape) if name in weights else "missing"
             raise RunError(
-                f"The checkpoint is of another policy: {name} is {found} there and {list(p.shape)} here. Resume with the [policy]"
+                f"The checkpoint is of another policy: {name} is {found} there and {list(p.shape)} here. Resume with "
+                "the [policy]"
                 " table that the run was started with."
             )
         p.copy_(slice_for(weights[name], p))

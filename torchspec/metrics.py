@@ -74,17 +74,14 @@ class MetricsLog:
         from torch.utils.tensorboard import SummaryWriter
 
         # purge_step hides what an earlier process of this run wrote past the checkpoint that it resumed from.
-        return SummaryWriter(
-            str(self.output_dir / "tensorboard"), purge_step=None if last is None else last + 1
-        )
+        return SummaryWriter(str(self.output_dir / "tensorboard"), purge_step=None if last is None else last + 1)
 
     def _wandb_run(self, config: Config) -> Any:
         try:
             import wandb
         except ImportError as error:
             raise ConfigError(
-                "metrics.wandb = true needs the package wandb, which is not installed; install it or set it"
-                " to false."
+                "metrics.wandb = true needs the package wandb, which is not installed; install it or set it to false."
             ) from error
         identity = self.output_dir / "wandb_id.txt"  # so that a resumed run goes on in the same W&B run
         if not identity.exists():
@@ -154,8 +151,7 @@ def cut_logs(output_dir: str | Path, step: int) -> None:
             os.replace(temporary, path)
         except OSError as error:
             raise RunError(
-                f"{path} could not be cut back to step {step}: {error}. It is as it was; free space and"
-                " resume again."
+                f"{path} could not be cut back to step {step}: {error}. It is as it was; free space and resume again."
             ) from error
         finally:
             temporary.unlink(missing_ok=True)

@@ -33,8 +33,8 @@ class Microbatch:
 class Part:
     """What one optimizer step trains on: this rank's microbatches, and counts over all ranks.
 
-    ``live`` ones train the policy, and the draft with it; ``idle`` ones have no advantage and teach the draft only. They are
-    packed apart, so that the draft changes nothing for the policy.
+    ``live`` ones train the policy, and the draft with it; ``idle`` ones have no advantage and teach the draft only.
+    They are packed apart, so that the draft changes nothing for the policy.
     """
 
     live: list[Microbatch]

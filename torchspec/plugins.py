@@ -89,9 +89,7 @@ def _import_failed(spec: str, error: Exception) -> ConfigError:
             step = step.tb_next
         if step is not None:
             place = f" ({step.tb_frame.f_code.co_filename}, line {step.tb_lineno})"
-    return ConfigError(
-        f"'{spec}': its module raised {type(error).__name__} while being imported: {error}{place}."
-    )
+    return ConfigError(f"'{spec}': its module raised {type(error).__name__} while being imported: {error}{place}.")
 
 
 def _search_last(folder: Path) -> None:

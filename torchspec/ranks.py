@@ -1,9 +1,9 @@
 """The ranks of a run: pipeline x data parallel x context parallel, one rank without torchrun.
 
-Rank order is (pp, dp, cp): the cp ranks of one data-parallel rank are neighbours and hold shards of the same microbatches.
-The ranks of one place in the pipeline are replicas: they hold the same parameters, whose gradients are summed over them after
-an optimizer step's last microbatch; with parallelism.shard each holds a slice of them instead (shard.py). Every rank
-knows every sample, so global counts follow without a message.
+Rank order is (pp, dp, cp): the cp ranks of one data-parallel rank are neighbours and hold shards of the same
+microbatches. The ranks of one place in the pipeline are replicas: they hold the same parameters, whose gradients are
+summed over them after an optimizer step's last microbatch; with parallelism.shard each holds a slice of them instead
+(shard.py). Every rank knows every sample, so global counts follow without a message.
 
 Every wait has a deadline (``parallelism.timeout_s``): the process group raises when a peer is late.
 """
@@ -53,12 +53,19 @@ def waiting(what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, RunError) or not (isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)):
+        if isinstance(error, RunError) or not (
+            isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)
+        ):
             raise
         late = "imed out" in str(error) or "imeout" in str(error)
-        cause = "another rank did not come in time (parallelism.timeout_s, pipeline.deadline_s)" if late else "another rank has ended"
+        cause = (
+            "another rank did not come in time (parallelism.timeout_s, pipeline.deadline_s)"
+            if late
+            else "another rank has ended"
+        )
         raise RunError(
-            f"Rank {dist.get_rank()} waited {time.monotonic() - start:.1f} s to {what}: {cause}. The first error of the other "
+            f"Rank {dist.get_rank()} waited {time.monotonic() - start:.1f} s to {what}: {cause}. The first error of "
+            "the other "
             "ranks (error.log, error-rankN.log) tells why."
         ) from error
 
@@ -66,7 +73,8 @@ def waiting(what: str) -> Iterator[None]:
 class _GatherRows(torch.autograd.Function):
     """Local rows -> the rows of the real pack, the same on every cp rank.
 
-    What follows is computed alike on every rank of the group, so the gradient needs no sum: each takes its own rows' part.
+    What follows is computed alike on every rank of the group, so the gradient needs no sum: each takes its own rows'
+    part.
     """
 
     @staticmethod
@@ -96,12 +104,19 @@ class Ranks:
     """
 
     def __init__(
-        self, cp_size: int = 1, device: str = "cpu", timeout_s: float = 600.0, *, pp_size: int = 1, pp_timeout_s: float = 240.0
+        self,
+        cp_size: int = 1,
+        device: str = "cpu",
+        timeout_s: float = 600.0,
+        *,
+        pp_size: int = 1,
+        pp_timeout_s: float = 240.0,
     ) -> None:
         self.world, self.rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
         if self.world % (cp_size * pp_size):
             raise ConfigError(
-                f"parallelism.context_parallel_degree = {cp_size} times pipeline.ranks = {pp_size} must divide the number of "
+                f"parallelism.context_parallel_degree = {cp_size} times pipeline.ranks = {pp_size} must divide the "
+                "number of "
                 f"ranks, {self.world}; start them with torchrun --nproc-per-node."
             )
         self.cp_size, self.pp_size = cp_size, pp_size
@@ -121,13 +136,17 @@ class Ranks:
                 "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=datetime.timedelta(seconds=timeout_s)
             )
         if pp_size > 1:
-            replicas = [list(range(start, start + self.num_replicas)) for start in range(0, self.world, self.num_replicas)]
+            replicas = [
+                list(range(start, start + self.num_replicas)) for start in range(0, self.world, self.num_replicas)
+            ]
             self.replica_group = own_group(replicas, timeout_s)
             self.column_group = own_group(self.columns, pp_timeout_s)
         if cp_size > 1:
             from torch.distributed.device_mesh import DeviceMesh
 
-            group = own_group([list(range(start, start + cp_size)) for start in range(0, self.world, cp_size)], timeout_s)
+            group = own_group(
+                [list(range(start, start + cp_size)) for start in range(0, self.world, cp_size)], timeout_s
+            )
             self.cp_mesh = DeviceMesh.from_group(group, device, mesh_dim_names=("cp",))
 
     def replica_mesh(self, device: str) -> DeviceMesh:

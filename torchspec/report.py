@@ -56,9 +56,7 @@ def write_report(output_dir: str | Path) -> Path:
     rows = read_rows(folder / "metrics.jsonl")
     samples = read_rows(folder / "samples.jsonl")
     settings = folder / "config.toml"
-    config = (
-        config_from_toml(settings.read_text(encoding="utf-8"), str(settings)) if settings.exists() else None
-    )
+    config = config_from_toml(settings.read_text(encoding="utf-8"), str(settings)) if settings.exists() else None
     path = folder / "report.html"
     write_atomically(path, page(folder.resolve().name, rows, samples, config))
     return path
@@ -75,9 +73,7 @@ class Plot:
         from matplotlib.figure import Figure
 
         self.rows, self.title, self.ylabel = rows, title, ylabel
-        self.figure = Figure(
-            figsize=(5.6, 3.1)
-        )  # fixed margins: matplotlib's layout engines draw everything twice
+        self.figure = Figure(figsize=(5.6, 3.1))  # fixed margins: matplotlib's layout engines draw everything twice
         self.figure.subplots_adjust(left=0.125, right=0.985, bottom=0.155, top=0.905)
         self.axes = self.figure.add_subplot()
         self.drawn = False
@@ -339,9 +335,7 @@ def tiles(rows: Rows) -> str:
     def total(name: str) -> float:
         return sum(row[name] for row in rows if isinstance(row.get(name), (int, float)))
 
-    gaps = [
-        row["train/logprob_gap"] for row in rows if isinstance(row.get("train/logprob_gap"), (int, float))
-    ]
+    gaps = [row["train/logprob_gap"] for row in rows if isinstance(row.get("train/logprob_gap"), (int, float))]
     numbers = [
         ("Held-out reward", ends("eval/reward", "{:.3f}")),
         ("Rollout reward", ends("reward/mean", "{:.3f}")),
@@ -357,9 +351,7 @@ def tiles(rows: Rows) -> str:
         ),
         ("Time in steps", duration(total("time/step")) if total("time/step") else None),
     ]
-    return "".join(
-        f"<div class=tile><b>{value}</b><span>{label}</span></div>" for label, value in numbers if value
-    )
+    return "".join(f"<div class=tile><b>{value}</b><span>{label}</span></div>" for label, value in numbers if value)
 
 
 def duration(seconds: float) -> str:
@@ -420,9 +412,7 @@ def settings_table(config: Config | None) -> str:
         table, _, field = name.rpartition(".")
         changed = " class=changed" if value != getattr_dotted(default, name) else ""
         shown = html.escape(json.dumps(value, ensure_ascii=False))
-        sections.setdefault(table, []).append(
-            f"<tr{changed}><td>{html.escape(field)}</td><td>{shown}</td></tr>"
-        )
+        sections.setdefault(table, []).append(f"<tr{changed}><td>{html.escape(field)}</td><td>{shown}</td></tr>")
     return (
         "<h2>Settings</h2><p class=sub>Bold where they differ from the default.</p><div class=settings>"
         + "".join(

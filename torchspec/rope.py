@@ -48,17 +48,13 @@ def check_rope_scaling(scaling: dict[str, Any] | None) -> dict[str, Any] | None:
     if entries.get("partial_rotary_factor", 1.0) == 1.0:
         entries.pop("partial_rotary_factor", None)
     if rope_type not in ROPE_KEYS:
-        raise ConfigError(
-            f"Rope scaling {rope_type!r} is not supported; supported are {', '.join(ROPE_KEYS)}."
-        )
+        raise ConfigError(f"Rope scaling {rope_type!r} is not supported; supported are {', '.join(ROPE_KEYS)}.")
     needed, optional = ROPE_KEYS[rope_type]
     entries = {key: value for key, value in entries.items() if value is not None}
     if missing := sorted(needed - set(entries)):
         raise ConfigError(f"Rope scaling {rope_type!r} lacks {', '.join(missing)}.")
     if unknown := sorted(set(entries) - needed - optional):
-        raise ConfigError(
-            f"Rope scaling {rope_type!r} has entries that are not implemented: {', '.join(unknown)}."
-        )
+        raise ConfigError(f"Rope scaling {rope_type!r} has entries that are not implemented: {', '.join(unknown)}.")
     return None if rope_type == "default" else {"rope_type": rope_type, **entries}
 
 
@@ -139,9 +135,7 @@ def rope_tables(
 ) -> tuple[Tensor, Tensor]:
     """cos [T,F] and sin [T,F] at integer positions; fp64 when dtype is fp64, else fp32."""
     table_dtype = torch.promote_types(dtype, torch.float32)
-    inverse_F, magnitude = rope_frequencies(
-        head_dim, theta, scaling, dtype=table_dtype, device=positions_T.device
-    )
+    inverse_F, magnitude = rope_frequencies(head_dim, theta, scaling, dtype=table_dtype, device=positions_T.device)
     angle_TF = positions_T.to(table_dtype)[:, None] * inverse_F
     return angle_TF.cos() * magnitude, angle_TF.sin() * magnitude
 

@@ -136,9 +136,7 @@ def train(args: list[str], scene: Scene) -> None:
             if not _checkpoints(output_dir):
                 raise
             resume = [arg for arg in overrides if arg != "--checkpoint.resume"] + ["--checkpoint.resume"]
-            raise Interrupted(
-                f"{error}\n  {shlex.join([*_program(world), 'train', path, *resume])}"
-            ) from error
+            raise Interrupted(f"{error}\n  {shlex.join([*_program(world), 'train', path, *resume])}") from error
     if rank == 0:
         print(f"Done. Everything is in {output_dir}; look at {output_dir / 'report.html'}.", flush=True)
 
@@ -235,9 +233,7 @@ def evaluate(args: list[str], scene: Scene) -> None:
     )
     parser.add_argument("config", metavar="CONFIG.toml", help="settings: environment, eval, rollout")
     parser.add_argument("--policy", required=True, metavar="DIR", help="Hugging Face folder of the policy")
-    parser.add_argument(
-        "--draft", default="", metavar="DIR", help="folder of the draft; without it: no speculation"
-    )
+    parser.add_argument("--draft", default="", metavar="DIR", help="folder of the draft; without it: no speculation")
     options, overrides = parser.parse_known_args(args)
     from torchspec.config_file import ONE_RANK, load_config
 
@@ -264,9 +260,7 @@ def export(args: list[str], scene: Scene) -> None:
     parser.add_argument(
         "run", metavar="RUN", help="output folder of a run, or the config file that it was started from"
     )
-    parser.add_argument(
-        "--step", type=int, default=None, metavar="N", help="checkpoint; the newest without this"
-    )
+    parser.add_argument("--step", type=int, default=None, metavar="N", help="checkpoint; the newest without this")
     parser.add_argument("--to", required=True, metavar="DIR", help="folder to make policy/ and draft/ in")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     options = parser.parse_args(args)

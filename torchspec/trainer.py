@@ -87,7 +87,9 @@ class CoTrainer:
         self.device = torch.device("cuda" if cuda else "cpu")
         set_num_threads(config.train.num_threads or len(os.sched_getaffinity(0)))
         auto = torch.bfloat16 if cuda else torch.float32
-        self.compute_dtype = auto if config.train.compute_dtype == "auto" else getattr(torch, config.train.compute_dtype)
+        self.compute_dtype = (
+            auto if config.train.compute_dtype == "auto" else getattr(torch, config.train.compute_dtype)
+        )
         if cuda and self.compute_dtype == torch.float32:
             raise ConfigError(FP32_ON_GPU)  # device = "auto" is known only here
         parallelism, pipeline = config.parallelism, config.pipeline
@@ -140,7 +142,9 @@ class CoTrainer:
         plan = plan_stages(config.pipeline, shape, config.draft.stage, cost)
         self.part = plan.part_of(ranks.pp_rank)
         self.policy = self.build_policy()
-        make = partial(PipelinedPolicy, plan=plan, config=config.pipeline, draft_schedule=config.draft.schedule, ranks=ranks)
+        make = partial(
+            PipelinedPolicy, plan=plan, config=config.pipeline, draft_schedule=config.draft.schedule, ranks=ranks
+        )
         self.runner = make(self.policy, tap_ids=tap_ids)
         reference = make(self._frozen_copy(), tap_ids=()) if config.rl.kl_coef else None
         self.learner = Learner(config, self.runner, self.draft, reference, self.stop, ranks, tap_ids)
@@ -149,7 +153,8 @@ class CoTrainer:
         return copy.deepcopy(self.policy).requires_grad_(False)
 
     def build_policy(self) -> Any:
-        """The policy, or ``self.part`` of it under a pipeline, on the trainer's device; override to train a model of your
+        """The policy, or ``self.part`` of it under a pipeline, on the trainer's device; override to train a model of
+        your
         own."""
         return build_policy(
             self.config.policy,
@@ -180,7 +185,9 @@ class CoTrainer:
             self.output_dir / "policy",
             self.output_dir / "draft" if self.config.draft.enabled else None,
             self.config.rollout,
-            draft_method=load_draft_class(self.config.draft.algorithm).vllm_method if self.config.draft.enabled else None,
+            draft_method=load_draft_class(self.config.draft.algorithm).vllm_method
+            if self.config.draft.enabled
+            else None,
             seed=self.config.seed,
             device=self.device.type,
         )
@@ -250,15 +257,18 @@ class CoTrainer:
             self.save()
             self.export()
             raise Interrupted(
-                f"Stopped by {self.stop.signal or 'another rank'} after step {self.step} of {config.train.steps}; its state is saved. "
+                f"Stopped by {self.stop.signal or 'another rank'} after step {self.step} of {config.train.steps}; "
+                "its state is saved. "
                 "Go on with --checkpoint.resume:"
             ) from error
         self.save()
         if self.skipped_in_a_row:
             raise RunError(
-                f"The last {self.skipped_in_a_row} of {config.train.steps} steps were skipped for NaN or Inf, so nothing is "
+                f"The last {self.skipped_in_a_row} of {config.train.steps} steps were skipped for NaN or Inf, so "
+                "nothing is "
                 "exported: policy/ and draft/ are those of the start. Checkpoints: steps "
-                f"{checkpoint.complete_steps(self.output_dir / 'checkpoints')}; `torchspec export --step N` writes one of "
+                f"{checkpoint.complete_steps(self.output_dir / 'checkpoints')}; `torchspec export --step N` writes "
+                "one of "
                 "them. Try a lower policy.optimizer.lr or draft.optimizer.lr."
             )
         self.export()
@@ -316,8 +326,8 @@ class CoTrainer:
     ) -> tuple[list[Sample], SpecStats, int, float, float]:
         """Every rank serves and scores its share of the prompts; all get all samples, in the order of the prompts.
 
-        Returns: samples, speculation statistics and failed scorer calls of all ranks, seconds of sampling and of scoring
-        (the slowest rank's).
+        Returns: samples, speculation statistics and failed scorer calls of all ranks, seconds of sampling and of
+        scoring (the slowest rank's).
         """
         ranks, error = self.ranks, None
         mine = slice(ranks.rank, None, ranks.world)
@@ -363,7 +373,8 @@ class CoTrainer:
             self.live.note(f"step {step}: skipped for both models, a loss or gradient was NaN or Inf")
         if self.skipped_in_a_row > self.config.train.max_skipped_steps:
             raise RunError(
-                f"{self.skipped_in_a_row} steps in a row gave NaN or Inf in a loss or gradient (train.max_skipped_steps = "
+                f"{self.skipped_in_a_row} steps in a row gave NaN or Inf in a loss or gradient "
+                "(train.max_skipped_steps = "
                 f"{self.config.train.max_skipped_steps}). The last finite weights are in the checkpoints; try a lower "
                 "policy.optimizer.lr or draft.optimizer.lr."
             )
@@ -430,7 +441,9 @@ class CoTrainer:
         draft_weights = iter(self.draft.hf_weights()) if self.draft is not None else iter(())
         try:
             if self.ranks.is_main:
-                save_policy(self.policy, self.output_dir / "policy", tokenizer=self.tokenizer, dtype=dtype, weights=weights)
+                save_policy(
+                    self.policy, self.output_dir / "policy", tokenizer=self.tokenizer, dtype=dtype, weights=weights
+                )
             if self.draft is not None and self.ranks.writes_part:
                 self.draft.save(self.output_dir / "draft", dtype=dtype, weights=draft_weights)
         except RunError as problem:
@@ -463,7 +476,8 @@ class CoTrainer:
         self.learner.load_state_dict(state["learner"])
 
     def save(self) -> None:
-        """A complete checkpoint of the current step. A step's line is written before its checkpoint, so that a kill between
+        """A complete checkpoint of the current step. A step's line is written before its checkpoint, so that a kill
+        between
         the two leaves a line too many (cut on resume) and never one too few; the next line has the seconds."""
         started = time.perf_counter()
         folder, error = self.output_dir / "checkpoints", None

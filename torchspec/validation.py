@@ -93,7 +93,8 @@ ABOVE_ZERO = (
     "draft.optimizer.eps",
 )
 FP32_ON_GPU = (
-    "train.compute_dtype = 'float32' on a GPU: flash attention there serves bfloat16; set train.compute_dtype to 'bfloat16' or"
+    "train.compute_dtype = 'float32' on a GPU: flash attention there serves bfloat16; set train.compute_dtype to "
+    "'bfloat16' or"
     " 'auto' (the master weights stay float32), or device to 'cpu'."
 )
 SHARES = ("environment.max_failed_share", "policy.optimizer.min_lr_ratio", "draft.optimizer.min_lr_ratio")
@@ -179,10 +180,7 @@ def _heads(owner: str, heads: int, kv_heads: int, head_dim: int, gpu: bool) -> I
     if head_dim % 2:
         yield f"{owner}.head_dim = {head_dim} is odd; rotary embeddings pair its halves, so it must be even."
     elif 0 < head_dim < 32 and not gpu:
-        yield (
-            f"{owner}.head_dim = {head_dim} is too small for vLLM's attention on a CPU; it must be 32 or"
-            " more."
-        )
+        yield (f"{owner}.head_dim = {head_dim} is too small for vLLM's attention on a CPU; it must be 32 or more.")
 
 
 def _draft(config: Config) -> Iterator[str]:
@@ -196,24 +194,17 @@ def _draft(config: Config) -> Iterator[str]:
             f" {draft.ttt_steps}; give one weight per pass, or none for equal weights."
         )
     if weights and (min(weights) < 0 or not max(weights) > 0):
-        yield (
-            f"draft.pass_weights = {list(weights)}: no weight may be negative and at least one must be"
-            " above 0."
-        )
+        yield (f"draft.pass_weights = {list(weights)}: no weight may be negative and at least one must be above 0.")
     taps = draft.tap_ids
     if list(taps) != sorted(set(taps)) or any(tap < 0 for tap in taps):
-        yield (
-            f"draft.tap_ids = {list(taps)} must ascend without repeats from 0 or more, for example [1, 2, 3]."
-        )
+        yield (f"draft.tap_ids = {list(taps)} must ascend without repeats from 0 or more, for example [1, 2, 3].")
     if not policy.path:
         if taps and max(taps) > policy.num_layers:
             yield (
                 f"draft.tap_ids = {list(taps)} goes beyond the policy's {policy.num_layers} layers; "
                 f"ids run from 0 (embeddings) to {policy.num_layers} (after the last layer)."
             )
-        if (
-            draft.num_heads or draft.num_kv_heads or draft.head_dim
-        ):  # else they are the policy's, checked there
+        if draft.num_heads or draft.num_kv_heads or draft.head_dim:  # else they are the policy's, checked there
             yield from _heads(
                 "draft",
                 draft.num_heads or policy.num_heads,
@@ -238,10 +229,7 @@ def _sampling(config: Config) -> Iterator[str]:
         if sampling.temperature > 2:
             yield f"{name}.temperature = {sampling.temperature} is above 2, the most that vLLM samples at."
         if sampling.min_p != 0:
-            yield (
-                f"{name}.min_p = {sampling.min_p} does not work with speculative decoding in vLLM; only 0"
-                " does."
-            )
+            yield (f"{name}.min_p = {sampling.min_p} does not work with speculative decoding in vLLM; only 0 does.")
         if sampling.logit_bias:
             yield (
                 f"{name}.logit_bias = {sampling.logit_bias} does not work with speculative decoding in vLLM;"
@@ -276,9 +264,7 @@ def _sampling(config: Config) -> Iterator[str]:
 def _engine(config: Config) -> Iterator[str]:
     rollout = config.rollout
     # The draft runs ahead of the text by its tokens and one more.
-    lookahead = (
-        rollout.num_speculative_tokens + 1 if config.draft.enabled and rollout.num_speculative_tokens else 0
-    )
+    lookahead = rollout.num_speculative_tokens + 1 if config.draft.enabled and rollout.num_speculative_tokens else 0
     for name, tokens in (
         ("rollout.sampling.max_tokens", rollout.sampling.max_tokens),
         ("eval.sampling.max_tokens", config.eval.sampling.max_tokens),
@@ -331,8 +317,7 @@ def _environment(config: Config) -> Iterator[str]:
     if name == "jsonl":
         if not environment.path:
             yield (
-                "environment.path is empty, and environment.name = 'jsonl' reads its items from that file;"
-                " name one."
+                "environment.path is empty, and environment.name = 'jsonl' reads its items from that file; name one."
             )
         if ":" not in environment.scorer and environment.scorer not in ("exact", "contains", "numeric"):
             yield (
@@ -358,10 +343,7 @@ def _environment(config: Config) -> Iterator[str]:
 
 def _plugins(config: Config) -> Iterator[str]:
     if ":" not in config.trainer:
-        yield (
-            f"trainer = '{config.trainer}' does not name a class; write 'module:Class' or"
-            " 'path/to/file.py:Class'."
-        )
+        yield (f"trainer = '{config.trainer}' does not name a class; write 'module:Class' or 'path/to/file.py:Class'.")
     if config.draft.algorithm != "eagle3" and ":" not in config.draft.algorithm:
         yield (
             f"draft.algorithm = '{config.draft.algorithm}' is unknown; it can be eagle3, 'module:Class' or "
@@ -370,7 +352,11 @@ def _plugins(config: Config) -> Iterator[str]:
 
 
 def _process(config: Config) -> Iterator[str]:
-    world, degree, stages = int(os.environ.get("WORLD_SIZE") or 1), config.parallelism.context_parallel_degree, config.pipeline.ranks
+    world, degree, stages = (
+        int(os.environ.get("WORLD_SIZE") or 1),
+        config.parallelism.context_parallel_degree,
+        config.pipeline.ranks,
+    )
     if degree >= 1 and stages >= 1 and world % (degree * stages):
         product = (
             f"pipeline.ranks = {stages} times parallelism.context_parallel_degree = {degree}"
@@ -378,7 +364,8 @@ def _process(config: Config) -> Iterator[str]:
             else f"parallelism.context_parallel_degree = {degree}"
         )
         yield (
-            f"{product} does not divide the {world} rank(s) of this run; start them with `torchrun --nproc-per-node N --module"
+            f"{product} does not divide the {world} rank(s) of this run; start them with `torchrun --nproc-per-node "
+            "N --module"
             " torchspec.train train CONFIG.toml`."
         )
     if config.parallelism.shard and stages > 1:
@@ -396,8 +383,10 @@ def _process(config: Config) -> Iterator[str]:
     timeout, rollout = config.parallelism.timeout_s, config.rollout.deadline_s
     if world > 1 and 0 < timeout < rollout:
         yield (
-            f"parallelism.timeout_s = {timeout} is less than rollout.deadline_s = {rollout}: ranks that have sampled their share"
-            " wait for the slowest one, and would give up while it is still in time; raise the first or lower the second."
+            f"parallelism.timeout_s = {timeout} is less than rollout.deadline_s = {rollout}: ranks that have sampled "
+            "their share"
+            " wait for the slowest one, and would give up while it is still in time; raise the first or lower the "
+            "second."
         )
     if config.rl.prompts_per_step < world:
         yield (
@@ -419,12 +408,14 @@ def _pipeline(config: Config) -> Iterator[str]:
         yield f"draft.stage = {draft.stage}: the pipeline has the stages 0 to {num_stages - 1}; -1 is the last."
     elif draft.enabled and draft.stage not in (-1, num_stages - 1) and draft.schedule == "inline":
         yield (
-            f"draft.stage = {draft.stage} with draft.schedule = 'inline': the teacher's rows come from stage {num_stages - 1},"
+            f"draft.stage = {draft.stage} with draft.schedule = 'inline': the teacher's rows come from stage "
+            f"{num_stages - 1},"
             " after this stage's forward; use draft.schedule = 'deferred', or draft.stage = -1."
         )
     if config.policy.activation_checkpoint and pipeline.schedule in SPLIT_BACKWARD:
         yield (
-            f"policy.activation_checkpoint = true with pipeline.schedule = '{pipeline.schedule}': its backward comes in two parts,"
+            f"policy.activation_checkpoint = true with pipeline.schedule = '{pipeline.schedule}': its backward comes "
+            "in two parts,"
             " and each would run the layers again; use 1F1B, Interleaved1F1B, GPipe or LoopedBFS, or no recomputation."
         )
     layers = list(pipeline.layers)
@@ -432,7 +423,10 @@ def _pipeline(config: Config) -> Iterator[str]:
         yield f"pipeline.layers = {layers} must give at least one layer to each of the {num_stages} stages."
     if not config.policy.path:
         if layers and sum(layers) != config.policy.num_layers:
-            yield f"pipeline.layers = {layers} add up to {sum(layers)}, and policy.num_layers = {config.policy.num_layers}."
+            yield (
+                f"pipeline.layers = {layers} add up to {sum(layers)}, and policy.num_layers ="
+                f" {config.policy.num_layers}."
+            )
         if config.policy.num_layers < num_stages:
             yield (
                 f"policy.num_layers = {config.policy.num_layers} cannot be cut into the {num_stages} stages of"
@@ -445,14 +439,11 @@ def _files(config: Config) -> list[str]:
     for name in ("policy.path", "draft.path"):
         path = _get(config, name)
         if path and not (Path(path) / "config.json").is_file():
-            faults.append(
-                f"{name} = '{path}' is not a Hugging Face folder: there is no {Path(path) / 'config.json'}."
-            )
+            faults.append(f"{name} = '{path}' is not a Hugging Face folder: there is no {Path(path) / 'config.json'}.")
     tokenizer = config.environment.tokenizer
     if tokenizer not in ("", "char") and not Path(tokenizer).is_dir():
         faults.append(
-            f"environment.tokenizer = '{tokenizer}' is no folder; it can be one, 'char', or empty for the"
-            " policy's."
+            f"environment.tokenizer = '{tokenizer}' is no folder; it can be one, 'char', or empty for the policy's."
         )
     path = config.environment.path
     if config.environment.name == "jsonl" and path and not Path(path).is_file():

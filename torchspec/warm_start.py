@@ -50,7 +50,9 @@ def warm_start(trainer: CoTrainer) -> None:
         count = sum(len(s.response_ids) for s in sequences)
         losses: list[torch.Tensor] = []
 
-        def loss(m: int, hidden_TE: torch.Tensor, batches: list = batches, count: int = count, losses: list = losses) -> Any:
+        def loss(
+            m: int, hidden_TE: torch.Tensor, batches: list = batches, count: int = count, losses: list = losses
+        ) -> Any:
             batch = batches[m]
             targets_T = batch.targets_T.where(batch.mask_T, -1)
             logp_T, _ = token_logprobs(hidden_TE, trainer.policy.head_weight, targets_T)

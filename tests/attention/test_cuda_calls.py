@@ -151,9 +151,7 @@ def test_shards_of_a_ring(emulated, size):
 def test_a_window_in_a_ring_is_refused(emulated):
     layout = PackedZigzag(LENGTHS, cp_size=2, cp_rank=0)
     with pytest.raises(ValueError, match="needs the gather transport"):
-        cuda.calls_of(
-            TrunkView(layout.cu_seqlens, layout.max_seqlen, 5, 2, 0, 1), layout.num_tokens, layout.num_tokens
-        )
+        cuda.calls_of(TrunkView(layout.cu_seqlens, layout.max_seqlen, 5, 2, 0, 1), layout.num_tokens, layout.num_tokens)
 
 
 PADDED = [256, 16, 512]

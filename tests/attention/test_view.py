@@ -65,9 +65,7 @@ def test_tiles_cover_every_pair_once(window):
         for tile in tiles_of(view, layout.num_tokens, 48):
             block = torch.ones(tile.q1 - tile.q0, tile.k1 - tile.k0, dtype=torch.int32)
             block = block.tril() if tile.causal else block
-            painted[tile.q0 : tile.q1, tile.k0 : tile.k1] += (
-                block if tile.visible is None else tile.visible.int()
-            )
+            painted[tile.q0 : tile.q1, tile.k0 : tile.k1] += block if tile.visible is None else tile.visible.int()
         rows = torch.tensor([0, 16, 24])[layout.doc_ids_T] + layout.positions_T
         assert torch.equal(painted, mask[rows])
 

@@ -46,9 +46,7 @@ def test_causal_work_is_equal_on_every_rank(size):
     """Keys seen per query, counted over padded rows, sum to the same number on every rank."""
     for seed in range(5):
         lengths = torch.randint(1, 90, (6,), generator=torch.Generator().manual_seed(seed)).tolist()
-        work = {
-            int((PackedZigzag(lengths, cp_size=size, cp_rank=r).positions_T + 1).sum()) for r in range(size)
-        }
+        work = {int((PackedZigzag(lengths, cp_size=size, cp_rank=r).positions_T + 1).sum()) for r in range(size)}
         assert len(work) == 1
 
 

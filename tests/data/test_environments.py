@@ -77,9 +77,7 @@ def test_items_do_not_depend_on_the_process():
         for h in ("1", "2")
     }
     environment = build(7, name="reasoning_gym:spell_backward")
-    assert outputs == {
-        str([environment.item(i, s).prompt for i in range(3) for s in ("train", "eval")]) + "\n"
-    }
+    assert outputs == {str([environment.item(i, s).prompt for i in range(3) for s in ("train", "eval")]) + "\n"}
 
 
 @pytest.mark.parametrize(
@@ -97,9 +95,7 @@ def test_no_eval_prompt_is_ever_trained_on(fields):
     held_out = [environment.item(i, "eval").key() for i in range(20)]
     assert len(set(held_out)) == 20
     drawn = [environment.draw("train", i).key() for i in range(300)]
-    assert set(drawn) & set(
-        held_out
-    )  # without the redraw there would be collisions: the check below has teeth
+    assert set(drawn) & set(held_out)  # without the redraw there would be collisions: the check below has teeth
     assert not {environment.item(i, "train").key() for i in range(300)} & set(held_out)
 
 
@@ -174,9 +170,7 @@ def test_reasoning_gym_scores_with_its_own_scorer():
     assert environment.item(0, "eval") and environment.score(item, wrong) == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize(
-    "task", ["acre", "list_functions"]
-)  # these make all items of a data set at construction
+@pytest.mark.parametrize("task", ["acre", "list_functions"])  # these make all items of a data set at construction
 def test_tasks_of_fixed_size_are_endless_too(task):
     environment = build(name=f"reasoning_gym:{task}", eval_items=2)
     items = [environment.item(i, "train") for i in (0, 300, 70_000)]
@@ -200,9 +194,7 @@ def test_drawing_leaves_the_global_generators_alone():
 
 
 def test_stable_seed_is_stable_and_separates_its_parts():
-    assert (
-        stable_seed(1, "a", 2) == 3052309780763929022
-    )  # other values would change the prompts of every saved run
+    assert stable_seed(1, "a", 2) == 3052309780763929022  # other values would change the prompts of every saved run
     assert stable_seed(1, 12) != stable_seed(11, 2)
     assert 0 <= stable_seed("x") < 2**62
 

@@ -104,8 +104,7 @@ def write_gguf(file, model, *, skip="", quantise=gguf.GGMLQuantizationType.F32):
     writer.add_unk_token_id(0)
     writer.add_pad_token_id(2)
     writer.add_chat_template(
-        "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<|im_start|>{% endif %}"
     )
     for name, tensor in model.state_dict().items():
         parts = name.split(".")
@@ -154,9 +153,7 @@ def test_the_converted_model_is_the_model(tool, tiny, tmp_path):
 
 
 def test_quantised_weights_come_back_within_their_step(tool, tiny, tmp_path):
-    tool.convert(
-        write_gguf(tmp_path / "q.gguf", tiny, quantise=gguf.GGMLQuantizationType.Q4_1), tmp_path / "made"
-    )
+    tool.convert(write_gguf(tmp_path / "q.gguf", tiny, quantise=gguf.GGMLQuantizationType.Q4_1), tmp_path / "made")
     model, _ = load(tmp_path / "made")
     for name, weight in tiny.state_dict().items():
         found = model.state_dict()[name]

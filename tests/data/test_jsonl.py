@@ -25,9 +25,7 @@ CONSTANT = 3
 def write(tmp_path):
     def write(*rows, name="data.jsonl"):
         file = tmp_path / name
-        file.write_text(
-            "".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows), encoding="utf-8"
-        )
+        file.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows), encoding="utf-8")
         return str(file)
 
     return write
@@ -54,9 +52,7 @@ def test_an_epoch_is_a_permutation_and_epochs_differ(write):
     assert [again.item(48 + i, "train").prompt for i in range(24)] == epochs[2]
     assert {again.item(i, "eval").prompt for i in range(6)} == held_out
     other = build(path, eval_items=6, seed=1)
-    assert [other.item(i, "eval").prompt for i in range(6)] != [
-        again.item(i, "eval").prompt for i in range(6)
-    ]
+    assert [other.item(i, "eval").prompt for i in range(6)] != [again.item(i, "eval").prompt for i in range(6)]
 
 
 def test_the_held_out_items_do_not_depend_on_the_order_of_the_file(write):
@@ -107,9 +103,7 @@ def test_bad_files(write, tmp_path):
         build(write("", " "))
     with pytest.raises(ConfigError, match="environment.path must name"):
         build("")
-    (tmp_path / "latin.jsonl").write_bytes(
-        b'{"prompt": "a", "answer": "b"}\n{"prompt": "caf\xe9", "answer": "b"}\n'
-    )
+    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "a", "answer": "b"}\n{"prompt": "caf\xe9", "answer": "b"}\n')
     with pytest.raises(ConfigError, match="latin.jsonl, line 2: .*utf-8"):
         build(str(tmp_path / "latin.jsonl"))
     with pytest.raises(ConfigError, match="holds 2 different prompts, and environment.eval_items = 2"):
@@ -120,9 +114,7 @@ def test_bad_files(write, tmp_path):
 
 def test_numeric_answers_are_checked_at_the_start(write):
     build(write({"prompt": "a", "answer": "1,234.5"}, {"prompt": "b", "answer": -3}), "numeric", eval_items=1)
-    with pytest.raises(
-        ConfigError, match="line 1: scorer 'numeric' needs a number as answer; 'four' is none"
-    ):
+    with pytest.raises(ConfigError, match="line 1: scorer 'numeric' needs a number as answer; 'four' is none"):
         build(write({"prompt": "a", "answer": "four"}), "numeric")
 
 

@@ -62,9 +62,7 @@ def test_fewer_sequences_than_ranks_leave_empty_bins():
 
 
 def test_a_sequence_that_cannot_fit_is_refused():
-    with pytest.raises(
-        ConfigError, match="a sequence of 101 tokens does not fit train.tokens_per_microbatch = 100"
-    ):
+    with pytest.raises(ConfigError, match="a sequence of 101 tokens does not fit train.tokens_per_microbatch = 100"):
         pack([5, 101], 100)
     with pytest.raises(ConfigError, match=r"97 tokens \(104 rows when padded to a multiple of 8\)"):
         pack([97], 100, pad_multiple=8)
@@ -132,9 +130,7 @@ def test_context_parallel_ranks_together_hold_the_same_rows(cp_size):
         shards = [getattr(p, name) for p in parts]
         assert torch.equal(parts[0].layout.unshard(shards), getattr(whole, name)), name
         if name != "seq_ids_T":
-            assert not any(x[~p.layout.real_T].any() for x, p in zip(shards, parts)), (
-                f"{name} is not 0 on padding"
-            )
+            assert not any(x[~p.layout.real_T].any() for x, p in zip(shards, parts)), f"{name} is not 0 on padding"
     assert all(p.num_trained == whole.num_trained == sum(int(q.mask_T.sum()) for q in parts) for p in parts)
 
 

@@ -85,9 +85,7 @@ def test_failures_are_counted_and_fatal_above_the_share():
     environment = Scripted(bad=divide, good=lambda: 1.0)
     batch = run(environment, ["good", "bad", "good", "good"], max_failed_share=0.25)
     assert batch.rewards == [1.0, 0.0, 1.0, 1.0] and batch.failed == 1
-    with pytest.raises(
-        ScorerFailure, match=r"2 of 4 .*0.25.*ZeroDivisionError: division by zero.*'bad'.*'p'"
-    ):
+    with pytest.raises(ScorerFailure, match=r"2 of 4 .*0.25.*ZeroDivisionError: division by zero.*'bad'.*'p'"):
         run(environment, ["good", "bad", "good", "bad"], max_failed_share=0.25)
     with pytest.raises(ScorerFailure):
         run(environment, ["good", "bad"], max_failed_share=0.0)
@@ -121,9 +119,7 @@ def test_an_endless_scorer_in_another_thread(loop):
     outcome = []
 
     def work():
-        outcome.append(
-            run(Scripted(loop=loop, good=lambda: 1.0, bad=divide), ["loop", "good", "bad"], timeout_s=0.2)
-        )
+        outcome.append(run(Scripted(loop=loop, good=lambda: 1.0, bad=divide), ["loop", "good", "bad"], timeout_s=0.2))
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
@@ -131,9 +127,7 @@ def test_an_endless_scorer_in_another_thread(loop):
     assert outcome[0].rewards == [0.0, 1.0, 0.0] and outcome[0].failed == 2
     if loop is spin:  # ended, not only left behind to burn a core
         deadline = time.monotonic() + 10
-        while (
-            any(t.name == "torchspec-scorer" for t in threading.enumerate()) and time.monotonic() < deadline
-        ):
+        while any(t.name == "torchspec-scorer" for t in threading.enumerate()) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert not any(t.name == "torchspec-scorer" for t in threading.enumerate())
 

@@ -35,10 +35,7 @@ def leaves(ratio: int, passes: int = PASSES, seed: int = 0, lengths=LENGTHS) -> 
     generator = torch.Generator().manual_seed(seed + ratio)
     heads = (GROUPS * ratio, GROUPS, GROUPS, GROUPS * ratio)
     rows = sum(lengths)
-    return [
-        [torch.randn(rows, h, DIM, generator=generator, dtype=torch.float64) for h in heads]
-        for _ in range(passes)
-    ]
+    return [[torch.randn(rows, h, DIM, generator=generator, dtype=torch.float64) for h in heads] for _ in range(passes)]
 
 
 def unroll(trunk, passes: list[list[torch.Tensor]]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -118,17 +118,13 @@ def policy_loss(hidden: Tensor, target: Tensor, head: Tensor) -> Tensor:
     return F.cross_entropy((hidden @ head.T).reshape(-1, VOCAB), target.reshape(-1))
 
 
-def one_process(
-    weights: dict[str, Tensor], seed: int, num_microbatches: int, draft_on: bool
-) -> dict[str, Tensor]:
+def one_process(weights: dict[str, Tensor], seed: int, num_microbatches: int, draft_on: bool) -> dict[str, Tensor]:
     """The same step on one process, written without any of the pipeline: losses, and gradients by name."""
     policy, draft = Part(0, LAYERS).load(weights), Draft(weights)
     tokens, targets = make_batch(seed, num_microbatches)
     captured: dict[int, Tensor] = {}
     for tap, module in policy.tap_points().items():
-        module.register_forward_pre_hook(
-            lambda _, args, tap=tap: captured.__setitem__(tap, args[0].detach().clone())
-        )
+        module.register_forward_pre_hook(lambda _, args, tap=tap: captured.__setitem__(tap, args[0].detach().clone()))
     losses = []
     for m in range(num_microbatches):
         policy.microbatch = m
@@ -137,9 +133,7 @@ def one_process(
         (loss / num_microbatches).backward()
         losses.append(loss.detach())
         if draft_on:
-            draft(
-                m, {tap: captured[tap].view(ROWS, WIDTH) for tap in TAPS}, hidden.detach().view(ROWS, WIDTH)
-            )
+            draft(m, {tap: captured[tap].view(ROWS, WIDTH) for tap in TAPS}, hidden.detach().view(ROWS, WIDTH))
     found = {name: p.grad for name, p in policy.named_parameters()} | {"losses": torch.stack(losses)}
     if draft_on:
         found |= {f"draft.{name}": p.grad for name, p in draft.named_parameters()} | {

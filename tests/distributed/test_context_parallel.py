@@ -167,9 +167,7 @@ class FlashTrunk:
         outs = []
         for a, b in zip(cu, cu[1:]):
             heads = [x[a:b].transpose(0, 1).unsqueeze(0) for x in (q, self.keys[0], self.values[0])]
-            o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                *heads, 0.0, True, scale=scale
-            )
+            o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*heads, 0.0, True, scale=scale)
             outs.append((o[0].transpose(0, 1), lse[0].transpose(0, 1)))
         out, lse = torch.cat([o for o, _ in outs]), torch.cat([s for _, s in outs])
         repeat = q.shape[1] // k.shape[1]

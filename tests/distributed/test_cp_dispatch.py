@@ -68,8 +68,7 @@ def placements(mesh) -> dict:
     partial = DTensor.from_local(replicated.to_local() / mesh.size(), mesh, [Partial()])
     want = backward(do)
     return {
-        "inputs": torch.equal(out.to_local(), out2.to_local())
-        and torch.equal(lse.to_local(), lse2.to_local()),
+        "inputs": torch.equal(out.to_local(), out2.to_local()) and torch.equal(lse.to_local(), lse2.to_local()),
         "replicate": all(torch.equal(a, b) for a, b in zip(backward(replicated), want)),
         "partial": all(torch.allclose(a, b, atol=1e-13, rtol=0) for a, b in zip(backward(partial), want)),
     }
@@ -97,9 +96,7 @@ def refusals(mesh) -> dict:
     some = DTensor.from_local(torch.zeros(5, 2, DIM), mesh, [Shard(0)])
     return {
         "plain": message(
-            lambda: torch.ops.torchspec.branch_attention(
-                q, k0, v0, [kb], [vb.to_local()], [], *tail, 0, 1, 0, "gather"
-            )
+            lambda: torch.ops.torchspec.branch_attention(q, k0, v0, [kb], [vb.to_local()], [], *tail, 0, 1, 0, "gather")
         ),
         "transport": message(lambda: branch_attention(q, k0, v0, [], [], *tail, transport="pigeon")),
         "gathered": message(lambda: branch_attention(q, k0, v0, [], [], *tail, transport="gathered")),

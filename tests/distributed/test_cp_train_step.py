@@ -82,9 +82,7 @@ def train_step(policy, draft, layout: PackedZigzag, total=lambda x: x, lengths=L
     ).loss
     loss.backward()
     student = draft([out.taps[i] for i in draft.tap_ids], out.taps[0], layout)
-    targets = draft.targets(
-        out.hidden_TE.detach(), policy.head_weight, rows["tokens"], rows["response"], layout
-    )
+    targets = draft.targets(out.hidden_TE.detach(), policy.head_weight, rows["tokens"], rows["response"], layout)
     draft_loss = draft.loss(student, targets, policy.head_weight, total(targets.counts_K)).loss
     draft_loss.backward()
     found = {"policy loss": total(loss.detach()), "draft loss": total(draft_loss.detach())}

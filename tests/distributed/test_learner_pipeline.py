@@ -70,7 +70,14 @@ def on_ranks(world: int, config: Config, samples: list, poison: bool = False) ->
 
 
 def case_config(
-    schedule: str, pp: int, cp: int = 1, *, rl: dict | None = None, draft: dict | None = None, pipeline: dict | None = None, **policy: Any
+    schedule: str,
+    pp: int,
+    cp: int = 1,
+    *,
+    rl: dict | None = None,
+    draft: dict | None = None,
+    pipeline: dict | None = None,
+    **policy: Any,
 ) -> Config:
     config = make_config(rl=RLConfig(prompts_per_step=4, samples_per_prompt=2, **(rl or {})))
     return dataclasses.replace(
@@ -111,7 +118,10 @@ CASES = {
     "V, tied on one rank": (2, case_config("ZBVZeroBubble", 2, tie_word_embeddings=True)),
     "V, deferred": (2, case_config("ZBVZeroBubble", 2, draft=dict(schedule="deferred"))),
     "DualPipeV": (2, case_config("DualPipeV", 2)),
-    "GPipe, extra draft steps, two updates": (2, case_config("GPipe", 2, rl=dict(updates_per_rollout=2), draft=dict(extra_steps=1))),
+    "GPipe, extra draft steps, two updates": (
+        2,
+        case_config("GPipe", 2, rl=dict(updates_per_rollout=2), draft=dict(extra_steps=1)),
+    ),
     "draft on the first stage": (2, case_config("1F1B", 2, draft=dict(stage=0, schedule="deferred"))),
     "recomputation": (2, case_config("LoopedBFS", 2, activation_checkpoint=True)),
     "one stage a rank of a looped schedule": (2, case_config("Interleaved1F1B", 2, pipeline=dict(stages_per_rank=1))),
@@ -119,7 +129,10 @@ CASES = {
         2,
         case_config("1F1B", 2, draft=dict(stage=0, schedule="deferred"), pipeline=dict(tap_slots=1)),
     ),
-    "draft vocabulary and gate": (2, case_config("1F1B", 2, draft=dict(objective="hard_ce", vocab_size=30, position_gate=True))),
+    "draft vocabulary and gate": (
+        2,
+        case_config("1F1B", 2, draft=dict(objective="hard_ce", vocab_size=30, position_gate=True)),
+    ),
 }
 
 
@@ -196,4 +209,6 @@ def test_state_goes_from_four_stages_to_one_rank_and_back(tmp_path):
 
 
 def test_samples_fewer_than_microbatches_run_on_padding():
-    compare(2, case_config("Interleaved1F1B", 2), make_samples(SEED, count=8, live=lambda i: i == 0), draft_tolerance=4e-6)
+    compare(
+        2, case_config("Interleaved1F1B", 2), make_samples(SEED, count=8, live=lambda i: i == 0), draft_tolerance=4e-6
+    )

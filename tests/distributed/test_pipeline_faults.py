@@ -44,9 +44,7 @@ class FaultyTransport(GlooTransport):
     fault = ""
 
     def send(self, index: int, stream: int, header: torch.Tensor, taps: list[torch.Tensor]) -> None:
-        if index != 1 and not (
-            index > 1 and self.fault == "late message"
-        ):  # later ones queue behind a late one
+        if index != 1 and not (index > 1 and self.fault == "late message"):  # later ones queue behind a late one
             return super().send(index, stream, header, taps)
         if self.fault == "sleep in put":
             time.sleep(2 * DEADLINE)
@@ -75,9 +73,7 @@ def worker(rank: int, fault: str, seed: int) -> None:
         loss_fn=lambda hidden, target: policy_loss(hidden, target, part.head),
     )
     plan = make_tap_plan(schedule_table("1F1B", RANKS, MICROBATCHES), stage_of_taps(layers))
-    channel = open_channel(
-        plan, [range(RANKS)], num_rows=ROWS, width=WIDTH, dtype=torch.float32, deadline_s=DEADLINE
-    )
+    channel = open_channel(plan, [range(RANKS)], num_rows=ROWS, width=WIDTH, dtype=torch.float32, deadline_s=DEADLINE)
     draft = Draft(weights)
     armed = [False]
 

@@ -52,9 +52,7 @@ def run_step(rank: int, group: Any, case: dict, seed: int) -> dict:
     for s, part in parts.items():
         if case.get("static"):
             hidden = torch.empty(1, ROWS, WIDTH, requires_grad=True)
-            static = dict(
-                input_args=torch.empty(1, ROWS, dtype=torch.int64) if s == 0 else hidden, output_args=hidden
-            )
+            static = dict(input_args=torch.empty(1, ROWS, dtype=torch.int64) if s == 0 else hidden, output_args=hidden)
         stages.append(PipelineStage(part, s, len(holders), torch.device("cpu"), group=group, **static))
     head = next((part.head for part in parts.values() if part.head is not None), None)
     loss_fn = lambda hidden, target: policy_loss(hidden, target, head)  # noqa: E731
@@ -70,9 +68,7 @@ def run_step(rank: int, group: Any, case: dict, seed: int) -> dict:
             draft_stage=case.get("draft_stage", -1),
             slots=case.get("slots", 0),
         )
-        channel = open_channel(
-            plan, [range(num_ranks)], num_rows=ROWS, width=WIDTH, dtype=torch.float32, deadline_s=60
-        )
+        channel = open_channel(plan, [range(num_ranks)], num_rows=ROWS, width=WIDTH, dtype=torch.float32, deadline_s=60)
         draft = Draft(weights) if channel.is_draft else None
     points = {tap: module for part in parts.values() for tap, module in part.tap_points().items()}
     pipeline = CoTrainPipeline(
@@ -87,10 +83,7 @@ def run_step(rank: int, group: Any, case: dict, seed: int) -> dict:
     found: dict[str, Any] = {}
     outputs: dict[int, torch.Tensor] = {}
     if mode == "inline" and not static:
-        twins = [
-            PipelineStage(part, s, len(holders), torch.device("cpu"), group=group)
-            for s, part in parts.items()
-        ]
+        twins = [PipelineStage(part, s, len(holders), torch.device("cpu"), group=group) for s, part in parts.items()]
         forward = CoTrainPipeline(
             forward_only_schedule(name, twins, num_microbatches),
             twins,
@@ -106,9 +99,7 @@ def run_step(rank: int, group: Any, case: dict, seed: int) -> dict:
             module.zero_grad()
         tokens, targets = make_batch(seed + step, num_microbatches)
         losses: list[torch.Tensor] = []
-        pipeline.step(
-            *([tokens] if 0 in parts else []), target=targets if head is not None else None, losses=losses
-        )
+        pipeline.step(*([tokens] if 0 in parts else []), target=targets if head is not None else None, losses=losses)
         assert not pipeline._captured  # neither the warm-up nor a recomputation left a tap behind
         grads = {n: p.grad.clone() for part in parts.values() for n, p in part.named_parameters()}
         grads |= {"losses": torch.stack(losses).detach()} if losses else {}
@@ -176,8 +167,7 @@ def four() -> list[list[dict]]:
 
 def title(c: dict) -> str:
     return "-".join(
-        str(value) if key in ("schedule", "microbatches", "mode") else f"{key}={value}"
-        for key, value in c.items()
+        str(value) if key in ("schedule", "microbatches", "mode") else f"{key}={value}" for key, value in c.items()
     )
 
 
@@ -228,9 +218,7 @@ def test_the_schedule_is_untouched(two, name):
     }
     for rank in range(2):
         alone = mine["off"][rank]["entries"]
-        assert sum(entry[0] == "F" for entry in alone) >= 4 and any(
-            entry[0].startswith("SEND") for entry in alone
-        )
+        assert sum(entry[0] == "F" for entry in alone) >= 4 and any(entry[0].startswith("SEND") for entry in alone)
         assert mine["inline"][rank]["entries"] == alone
         assert mine["deferred"][rank]["entries"] == alone
     # The table that plans the channel is what ran.

@@ -32,7 +32,9 @@ def exchange(rank: int, what: str, fault: str) -> None:
             torch.distributed.all_reduce(torch.ones(3), group=group)
 
 
-@pytest.mark.parametrize("what, sentence", [("gather", "agree with all ranks"), ("gradients", "add up gradients"), ("own", "look at")])
+@pytest.mark.parametrize(
+    "what, sentence", [("gather", "agree with all ranks"), ("gradients", "add up gradients"), ("own", "look at")]
+)
 def test_a_rank_that_ends(what, sentence):
     first, _ = run_ranks(exchange, 2, what, "ends", timeout_s=30)
     kind, text = first["error"]

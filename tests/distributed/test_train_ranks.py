@@ -1,4 +1,5 @@
-"""Whole runs under torchrun: a pipeline and shards train what replicas do, other ranks go on, a killed rank ends all."""
+"""Whole runs under torchrun: a pipeline and shards train what replicas do, other ranks go on, a killed rank ends
+all."""
 
 from __future__ import annotations
 
@@ -71,14 +72,27 @@ def tiny(tmp_path) -> Path:
 def command(ranks: int, tiny: Path, folder: Path, *overrides: str) -> list[str]:
     start = [sys.executable, "-m"]
     if ranks > 1:
-        start += ["torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", "0", "--rdzv-backend", "c10d"]
+        start += [
+            "torch.distributed.run",
+            "--nproc-per-node",
+            str(ranks),
+            "--master-port",
+            "0",
+            "--rdzv-backend",
+            "c10d",
+        ]
         start += ["--rdzv-endpoint", "localhost:0", "--module"]
     return [*start, "torchspec.train", "train", str(tiny), "--output-dir", str(folder), *overrides]
 
 
 def run(*args: object) -> subprocess.CompletedProcess:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command(*args), env=environment, capture_output=True, text=True, timeout=400)  # type: ignore[arg-type]
+    done = subprocess.run(
+        command(*args),  # type: ignore[arg-type]
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return done
 

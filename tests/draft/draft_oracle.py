@@ -89,15 +89,11 @@ def dense_unroll(
     for embed, positions, mask in zip(embeds_KTE, positions_KT, masks, strict=True):
         normed = rms_norm(hidden, w["hidden_norm"], eps)
         x = torch.cat((rms_norm(embed, w["input_layernorm"], eps), normed), dim=-1)
-        q, k, v = (
-            (x @ w[f"self_attn.{name}_proj"].T).reshape(len(x), -1, head_dim) for name in ("q", "k", "v")
-        )
+        q, k, v = ((x @ w[f"self_attn.{name}_proj"].T).reshape(len(x), -1, head_dim) for name in ("q", "k", "v"))
         group = q.shape[1] // k.shape[1]
         keys.append(rotate(k, positions, theta).repeat_interleave(group, dim=1))
         values.append(v.repeat_interleave(group, dim=1))
-        scores = torch.einsum("thd,shd->hts", rotate(q, positions, theta), torch.cat(keys)) / math.sqrt(
-            head_dim
-        )
+        scores = torch.einsum("thd,shd->hts", rotate(q, positions, theta), torch.cat(keys)) / math.sqrt(head_dim)
         weights = scores.masked_fill(mask == 0, -math.inf).softmax(-1)
         attended = torch.einsum("hts,shd->thd", weights, torch.cat(values)).flatten(1)
         residual = (normed if norm_before_residual else hidden) + attended @ w["self_attn.o_proj"].T

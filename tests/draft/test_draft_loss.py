@@ -133,9 +133,7 @@ def test_loss_of_the_whole_unroll(objective, draft_vocab, gate):
         theta=100.0,
         eps=1e-6,
     )
-    expected, counted = dense_loss(
-        draft, oracle, teaches, hidden_TE, head_VE, None, (1.0, 1.0, 1.0), objective, gate
-    )
+    expected, counted = dense_loss(draft, oracle, teaches, hidden_TE, head_VE, None, (1.0, 1.0, 1.0), objective, gate)
     layout = PackedZigzag(lengths)
     targets = draft.targets(hidden_TE, head_VE, tokens_T, mask_T, layout)
     assert targets.counts_K.tolist() == counted, f"seed {seed}"
@@ -154,9 +152,7 @@ def test_nothing_reaches_the_policy():
     hidden_TE, head_VE, taps, embed = case(24, draft, 6)
     hidden_TE.requires_grad_(), head_VE.requires_grad_()
     layout = PackedZigzag([6])
-    targets = draft.targets(
-        hidden_TE, head_VE, torch.tensor(TOKENS), torch.ones(6, dtype=torch.int64), layout
-    )
+    targets = draft.targets(hidden_TE, head_VE, torch.tensor(TOKENS), torch.ones(6, dtype=torch.int64), layout)
     draft.loss(draft(taps, embed, layout), targets, head_VE, targets.counts_K).loss.backward()
     assert hidden_TE.grad is None and head_VE.grad is None
     assert all(parameter.grad is not None for parameter in draft.parameters())
@@ -166,9 +162,7 @@ def test_a_pack_without_a_trained_token_keeps_the_graph():
     draft = random_draft(25, ttt_steps=2)
     hidden_TE, head_VE, taps, embed = case(26, draft, 6)
     layout = PackedZigzag([6])
-    targets = draft.targets(
-        hidden_TE, head_VE, torch.tensor(TOKENS), torch.zeros(6, dtype=torch.int64), layout
-    )
+    targets = draft.targets(hidden_TE, head_VE, torch.tensor(TOKENS), torch.zeros(6, dtype=torch.int64), layout)
     assert targets.counts_K.tolist() == [0, 0]
     out = draft.loss(draft(taps, embed, layout), targets, head_VE, torch.tensor([4, 3]))
     out.loss.backward()

@@ -92,9 +92,7 @@ def assert_same(actual, expected, tolerance=1e-12, note=""):
 @pytest.mark.parametrize("norm_before_residual", [False, True])
 def test_six_tokens_by_hand(norm_before_residual):
     draft = random_draft(3, ttt_steps=3, norm_before_residual=norm_before_residual)
-    table_VE = torch.randn(
-        11, 12, generator=torch.Generator().manual_seed(5), dtype=torch.float64
-    ).requires_grad_()
+    table_VE = torch.randn(11, 12, generator=torch.Generator().manual_seed(5), dtype=torch.float64).requires_grad_()
     taps, _ = inputs(draft, 6, seed=4)
     zero = torch.zeros(12, dtype=torch.float64)
     embeds = [torch.stack([zero if x is None else table_VE[x] for x in row]) for row in INPUT_TOKENS]
@@ -165,9 +163,7 @@ def test_passes_feed_back_with_gradient():
     """The last pass alone reaches fc, through the hidden states that earlier passes fed back."""
     draft = random_draft(12, ttt_steps=3)
     taps, embed = inputs(draft, 4, seed=13)
-    (gradient,) = torch.autograd.grad(
-        draft(taps, embed, PackedZigzag([4]))[2].square().sum(), draft.fc.weight
-    )
+    (gradient,) = torch.autograd.grad(draft(taps, embed, PackedZigzag([4]))[2].square().sum(), draft.fc.weight)
     assert gradient.abs().max() > 1e-6
 
 

@@ -101,9 +101,7 @@ def dense(
         for r in range(rows):
             t = int(c["anchors"][k, r])
             target = in_draft[c["target_ids"][r]]
-            dropped = (position_gate and in_draft[z[r].argmax()] < 0) or (
-                objective == "hard_ce" and target < 0
-            )
+            dropped = (position_gate and in_draft[z[r].argmax()] < 0) or (objective == "hard_ce" and target < 0)
             if t < 0 or dropped:
                 continue
             y = transformed(hidden[k][t] @ head.T, **(student or {}))
@@ -128,9 +126,7 @@ def dense(
     loss = loss / total + 0 * sum(h.sum() for h in hidden) + 0 * head.sum()
     loss.backward()
     lengths = [
-        sum(math.prod(w[: j + 1]) for j in range(passes))
-        for w in accepted.T.tolist()
-        if not any(map(math.isnan, w))
+        sum(math.prod(w[: j + 1]) for j in range(passes)) for w in accepted.T.tolist() if not any(map(math.isnan, w))
     ]
     stats |= {"accept_len": sum(lengths), "windows": len(lengths), "entropy": entropy_sum}
     return loss.detach(), stats, [h.grad for h in hidden], head.grad

@@ -60,9 +60,7 @@ def assert_equal(c, tol=1e-12, chunk_rows=4, **options):
         ("top1", out.top1_sum_K),
         ("accept", out.accept_sum_K),
     ):
-        torch.testing.assert_close(
-            ours, stats[name], rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        torch.testing.assert_close(ours, stats[name], rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
     assert float(out.accept_len_sum) == pytest.approx(stats["accept_len"], abs=1e-10)
     assert float(out.accept_len_count) == stats["windows"]
     assert float(out.entropy_sum) == pytest.approx(stats["entropy"], abs=1e-10)
@@ -70,18 +68,14 @@ def assert_equal(c, tol=1e-12, chunk_rows=4, **options):
 
 @pytest.mark.parity
 @pytest.mark.parametrize("draft_vocab", [None, 7])
-@pytest.mark.parametrize(
-    "temperature, sampling", [(1.0, 1.0), (0.7, 0.7), (2.0, 1.0), (1.0, 0.0), (0.5, 0.0)]
-)
+@pytest.mark.parametrize("temperature, sampling", [(1.0, 1.0), (0.7, 0.7), (2.0, 1.0), (1.0, 0.0), (0.5, 0.0)])
 @pytest.mark.parametrize("objective", EVERY)
 def test_equal_to_the_dense_computation(objective, temperature, sampling, draft_vocab):
     seed = random.randrange(1 << 30)
     print("seed", seed)
     c = case(draft_vocab=draft_vocab, seed=seed)
     assert_equal(c, objective=objective, temperature=temperature, sampling_temperature=sampling)
-    assert_equal(
-        c, objective=objective, temperature=temperature, sampling_temperature=sampling, probabilistic=True
-    )
+    assert_equal(c, objective=objective, temperature=temperature, sampling_temperature=sampling, probabilistic=True)
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 3, 5, 100])
@@ -136,9 +130,7 @@ def test_position_gate_and_counts_taken_before(objective, draft_vocab):
 
 def test_hard_gate_keeps_rows_whose_token_the_draft_knows():
     c = case(rows=20, draft_vocab=6, seed=4)
-    gated = gate_anchors(
-        c["teacher_hidden"], c["teacher_head"], c["anchors"], c["d2t"], target_ids_R=c["target_ids"]
-    )
+    gated = gate_anchors(c["teacher_hidden"], c["teacher_head"], c["anchors"], c["d2t"], target_ids_R=c["target_ids"])
     out, _, _ = fused(c, objective="hard_ce")
     assert out.count_K.tolist() == (gated >= 0).sum(1).tolist() and (gated != c["anchors"]).any()
 
@@ -230,9 +222,9 @@ def test_joint_prefix_of_a_worked_case():
     """Two students with acceptances (1/2, 1/4) and (1, 1/2): 1/2 + 1/8 and 1 + 1/2; the product of means is
     3/4 + 9/32.
     """
-    logs = torch.log(
-        torch.tensor([[0.5, 0.5], [0.25, 0.75], [1.0, 0.0], [0.5, 0.5]], dtype=torch.float64)
-    ).clamp_min(-800)
+    logs = torch.log(torch.tensor([[0.5, 0.5], [0.25, 0.75], [1.0, 0.0], [0.5, 0.5]], dtype=torch.float64)).clamp_min(
+        -800
+    )
     student = torch.tensor([[1.0, 0.0]], dtype=torch.float64).expand(2, 2).contiguous()
     out = distill_loss(
         logs,

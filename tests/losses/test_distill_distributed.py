@@ -39,9 +39,7 @@ def _mine(tensor, sizes, rank):
     return tensor.split(sizes)[rank]
 
 
-def _tp_case(
-    rank, group, c, sizes, draft_sizes, *, teacher=None, student=None, probabilistic=False, **options
-):
+def _tp_case(rank, group, c, sizes, draft_sizes, *, teacher=None, student=None, probabilistic=False, **options):
     hidden = [h.clone().requires_grad_() for h in c["student_hidden"]]
     head = _mine(c["student_head"], draft_sizes, rank).clone().requires_grad_()
     own = dict(teacher or {})
@@ -136,9 +134,7 @@ def _tensor_parallel(rank, seed):
 
 def _logprobs(rank, group, seed):
     g = torch.Generator().manual_seed(seed)
-    hidden, head, weights = (
-        torch.randn(*s, generator=g, dtype=torch.float64) for s in ((11, 5), (13, 5), (11,))
-    )
+    hidden, head, weights = (torch.randn(*s, generator=g, dtype=torch.float64) for s in ((11, 5), (13, 5), (11,)))
     targets = torch.randint(-1, 13, (11,), generator=g)
     h, w = hidden.clone().requires_grad_(), head.clone().requires_grad_()
     logq = torch.log_softmax(transformed(h @ w.T, softcap=2.0) / 0.7, -1)
@@ -204,8 +200,7 @@ def _context_parallel(rank, seed, passes):
     g = torch.Generator().manual_seed(seed)
     total = sum(lengths)
     teacher, head, student_head = (
-        torch.randn(*s, generator=g, dtype=torch.float64)
-        for s in ((total, width), (vocab, width), (vocab, width))
+        torch.randn(*s, generator=g, dtype=torch.float64) for s in ((total, width), (vocab, width), (vocab, width))
     )
     student = [torch.randn(total, width, generator=g, dtype=torch.float64) for _ in range(passes)]
     mask = torch.rand(total, generator=g) < 0.7

@@ -100,15 +100,8 @@ def test_unwanted_rows_are_never_read():
     logp, entropy, grad_hidden, grad_head = run(
         lambda h, w: token_logprobs(h, w, targets, need_entropy=True), hidden, head, weights
     )
-    assert (
-        logp[3] == 0
-        and entropy[3] == 0
-        and grad_hidden[3].abs().max() == 0
-        and torch.isfinite(grad_head).all()
-    )
-    logp, _, grad_hidden, grad_head = run(
-        lambda h, w: token_logprobs(h, w, targets * 0 - 1), hidden, head, weights
-    )
+    assert logp[3] == 0 and entropy[3] == 0 and grad_hidden[3].abs().max() == 0 and torch.isfinite(grad_head).all()
+    logp, _, grad_hidden, grad_head = run(lambda h, w: token_logprobs(h, w, targets * 0 - 1), hidden, head, weights)
     assert logp.abs().max() == 0 and grad_head.abs().max() == 0 and grad_hidden.abs().max() == 0
 
 

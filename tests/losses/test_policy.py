@@ -29,9 +29,7 @@ def test_advantages_by_hand():
 
 @pytest.mark.parametrize("kind", ["group_std", "group_mean", "leave_one_out"])
 def test_invalid_samples_are_left_out(kind):
-    rewards = torch.tensor(
-        [[1.0, 9.0, 2.0, 4.0], [1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0], [3.0, 1.0, 3.0, 3.0]]
-    )
+    rewards = torch.tensor([[1.0, 9.0, 2.0, 4.0], [1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0], [3.0, 1.0, 3.0, 3.0]])
     valid = torch.tensor([[1, 0, 1, 1], [0, 0, 1, 0], [0, 0, 0, 0], [1, 0, 1, 1]], dtype=torch.bool)
     adv, live = advantages(rewards, kind, valid)
     assert live.tolist() == [True, False, False, False]
@@ -113,9 +111,7 @@ def by_the_loop(b, rl, counts):
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize(
-    "norm, ratio", [*itertools.product(["token", "sequence", "constant"], ["token", "sequence"])]
-)
+@pytest.mark.parametrize("norm, ratio", [*itertools.product(["token", "sequence", "constant"], ["token", "sequence"])])
 @pytest.mark.parametrize(
     "tis_cap, mode, level",
     [(0, "truncate", "token"), *((1.3, m, x) for m in ("truncate", "mask") for x in ("token", "sequence"))],
@@ -167,9 +163,7 @@ def test_one_update_on_policy_is_the_plain_gradient():
     """old = new and engine = old: ratio 1, nothing clipped, gradient -A / tokens."""
     b = batch()
     new = b["logp_new_T"].clone().requires_grad_()
-    out = policy_loss(
-        new, new, new.detach(), b["adv_T"], b["mask_T"], b["seq_ids_T"], RLConfig(), PolicyCounts(20, 5)
-    )
+    out = policy_loss(new, new, new.detach(), b["adv_T"], b["mask_T"], b["seq_ids_T"], RLConfig(), PolicyCounts(20, 5))
     out.loss.backward()
     torch.testing.assert_close(new.grad, torch.where(b["mask_T"], -b["adv_T"] / 20, 0.0))
     metrics = policy_metrics(out.sums, out.maxima)

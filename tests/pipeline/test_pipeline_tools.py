@@ -22,10 +22,15 @@ def test_the_simulator_hides_a_draft_in_the_drain(tmp_path):
     done = tool("simulate_schedule.py", *shape, "--timeline", "--json", str(rows_file))
     assert done.returncode == 0, done.stderr
     inline, deferred = json.loads(rows_file.read_text())
-    # By hand: forwards and backwards of 4 microbatches over 4 ranks take (4 + 3) * (1 + 2) = 21. Inline, each draft of 0.5
+    # By hand: forwards and backwards of 4 microbatches over 4 ranks take (4 + 3) * (1 + 2) = 21. Inline, each draft of
+    # 0.5
     # stands between two forwards of the last rank: 23. Deferred, all four run while the others drain for 3 * 2.
     assert inline["step"] == pytest.approx(23) and inline["step_ratio"] == pytest.approx(23 / 21)
-    assert deferred["step"] == pytest.approx(21) and deferred["hidden"] == pytest.approx(1) and deferred["idle"] == pytest.approx(6)
+    assert (
+        deferred["step"] == pytest.approx(21)
+        and deferred["hidden"] == pytest.approx(1)
+        and deferred["idle"] == pytest.approx(6)
+    )
     assert done.stdout.count("rank  3") == 3 and "D" in done.stdout
 
 
@@ -36,7 +41,9 @@ def test_the_simulator_refuses_what_no_schedule_takes():
 
 def test_the_simulator_draws(tmp_path):
     picture = tmp_path / "timeline.svg"
-    done = tool("simulate_schedule.py", "--schedule", "DualPipeV", "--pp", "2", "--microbatches", "4", "--picture", str(picture))
+    done = tool(
+        "simulate_schedule.py", "--schedule", "DualPipeV", "--pp", "2", "--microbatches", "4", "--picture", str(picture)
+    )
     assert done.returncode == 0 and picture.read_text().count("<path") > 50, done.stderr
 
 

@@ -108,12 +108,12 @@ def test_slots_are_the_schedules_own_maximum():
 def test_fewer_slots_work_or_are_raised_to_the_least_that_does():
     table = schedule_table("GPipe", 4, 8)
     assert simulate(table, make_tap_plan(table, {0: 0, 2: 1}, slots=1).flow()).peak_in_flight[0] <= 2
-    table = schedule_table(
-        "LoopedBFS", 2, 8
-    )  # 8 forwards of stage 0 before one of stage 2: 4 in slots, 4 sends
+    table = schedule_table("LoopedBFS", 2, 8)  # 8 forwards of stage 0 before one of stage 2: 4 in slots, 4 sends
     assert make_tap_plan(table, {0: 0}, slots=2).slots == {0: 4}
     assert make_tap_plan(table, {0: 0}, slots=5).slots == {0: 5}
-    at_end = make_tap_plan(schedule_table("1F1B", 2, 6), {0: 0, 2: 1}, draft_stage=0, draft_schedule="deferred", slots=1)
+    at_end = make_tap_plan(
+        schedule_table("1F1B", 2, 6), {0: 0, 2: 1}, draft_stage=0, draft_schedule="deferred", slots=1
+    )
     assert at_end.slots == {1: 3}  # all six wait for the rank's last action: three in slots, three sends
 
 
@@ -127,9 +127,7 @@ def test_deferred_is_never_slower_than_inline(name):
             for draft in (0.1, 0.5, 2.0):
                 costs = costs_from({"F": share, "B": 2 * share, "I": share, "W": share, "draft": draft})
                 runs = {
-                    mode: simulate(
-                        table, make_tap_plan(table, {0: 0}, draft_schedule=mode, costs=costs).flow(), costs
-                    )
+                    mode: simulate(table, make_tap_plan(table, {0: 0}, draft_schedule=mode, costs=costs).flow(), costs)
                     for mode in ("inline", "deferred")
                 }
                 saved = runs["inline"].seconds - runs["deferred"].seconds

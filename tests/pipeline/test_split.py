@@ -50,14 +50,8 @@ def test_the_drafts_stage_gets_fewer_layers():
 
 def test_costs_are_in_policy_layers():
     """A one-layer draft with the policy's shapes, one pass and no vocabulary costs one layer."""
+    assert draft_cost_in_layers(layer_params=10, draft_params=10, num_passes=1, vocab=0, draft_vocab=0, hidden=8) == 1.0
     assert (
-        draft_cost_in_layers(layer_params=10, draft_params=10, num_passes=1, vocab=0, draft_vocab=0, hidden=8)
-        == 1.0
-    )
-    assert (
-        draft_cost_in_layers(
-            layer_params=10, draft_params=10, num_passes=3, vocab=30, draft_vocab=0, hidden=1
-        )
-        == 4.0
+        draft_cost_in_layers(layer_params=10, draft_params=10, num_passes=3, vocab=30, draft_vocab=0, hidden=1) == 4.0
     )
     assert head_cost_in_layers(layer_params=10, vocab=5, hidden=2) == 1.0

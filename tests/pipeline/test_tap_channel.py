@@ -60,15 +60,11 @@ class Wire:
 
 
 def ends(schedule="1F1B", ranks=2, stage_of_tap=None, slots=0, microbatches=M):
-    plan = make_tap_plan(
-        schedule_table(schedule, ranks, microbatches), stage_of_tap or {0: 0, 2: 0, 5: 1}, slots=slots
-    )
+    plan = make_tap_plan(schedule_table(schedule, ranks, microbatches), stage_of_tap or {0: 0, 2: 0, 5: 1}, slots=slots)
     wires = {source: Wire() for source in plan.links}
     settings = dict(num_rows=ROWS, width=WIDTH, dtype=torch.float64, device=torch.device("cpu"), deadline_s=5)
     channels = {
-        rank: TapChannel(
-            plan, rank, {r: w for r, w in wires.items() if rank in (r, plan.draft_rank)}, **settings
-        )
+        rank: TapChannel(plan, rank, {r: w for r, w in wires.items() if rank in (r, plan.draft_rank)}, **settings)
         for rank in range(ranks)
     }
     for channel in channels.values():

@@ -68,9 +68,7 @@ def test_round_trip_is_byte_equal_and_transformers_reads_it(tmp_path, architectu
     assert files_of(tmp_path / "first") == files_of(tmp_path / "second")
     assert read_folder(tmp_path / "first").shape == policy.shape
 
-    again = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "first", attn_implementation="eager", dtype=torch.float32
-    )
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "first", attn_implementation="eager", dtype=torch.float32)
     assert type(again) is type(model)
     assert again.config.rope_parameters == {"rope_theta": 500.0, **SCALINGS[scaling]}
     assert again.generation_config.eos_token_id == 7

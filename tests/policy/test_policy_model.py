@@ -151,14 +151,10 @@ def test_seed_decides_the_weights(architecture):
         if tensor.ndim == 1:
             assert (tensor == 1).all()
     # every layer has draws of its own
-    assert not torch.equal(
-        first["model.layers.0.mlp.up_proj.weight"], first["model.layers.1.mlp.up_proj.weight"]
-    )
+    assert not torch.equal(first["model.layers.0.mlp.up_proj.weight"], first["model.layers.1.mlp.up_proj.weight"])
     # tensors do not depend on how many layers there are beside them
     deeper = dict(random_policy(3, architecture=architecture, num_layers=5).hf_weights())
-    assert torch.equal(
-        first["model.layers.2.mlp.up_proj.weight"], deeper["model.layers.2.mlp.up_proj.weight"]
-    )
+    assert torch.equal(first["model.layers.2.mlp.up_proj.weight"], deeper["model.layers.2.mlp.up_proj.weight"])
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -40,9 +40,7 @@ def test_logits_gradients_and_taps(tmp_path, architecture, tied, scaling):
     for i in range(LAYERS):
         assert close(out.taps[i], torch.cat([e.hidden_states[i][0] for e in expected]))
     # transformers' last entry is after the final norm: normalising our last tap gives it
-    assert close(
-        model.model.norm(out.taps[LAYERS]), torch.cat([e.hidden_states[LAYERS][0] for e in expected])
-    )
+    assert close(model.model.norm(out.taps[LAYERS]), torch.cat([e.hidden_states[LAYERS][0] for e in expected]))
     assert not close(out.taps[LAYERS], out.hidden_TE)
 
     weight_TV = torch.randn_like(expected_TV)

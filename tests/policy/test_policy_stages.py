@@ -89,4 +89,10 @@ def test_a_part_still_checks_the_whole_folder(tmp_path):
     save_policy(whole, tmp_path / "policy", weights=weights)
     with pytest.raises(ConfigError, match="missing model.layers.3"):
         part = PolicyPart((0, 1), True, False)
-        build_policy(dataclasses.replace(config, path=str(tmp_path / "policy")), vocab_size=VOCAB, seed=3, device="cpu", part=part)
+        build_policy(
+            dataclasses.replace(config, path=str(tmp_path / "policy")),
+            vocab_size=VOCAB,
+            seed=3,
+            device="cpu",
+            part=part,
+        )

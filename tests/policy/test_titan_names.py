@@ -56,9 +56,7 @@ def test_config_helpers():
         "fuse_qkv",
     } < set(parameters_of(titan.make_gqa_config))
     assert inspect.signature(titan.make_gqa_config).parameters["fuse_qkv"].default is False
-    assert {"dim", "hidden_dim", "w1_param_init", "w2w3_param_init"} <= set(
-        parameters_of(titan.make_ffn_config)
-    )
+    assert {"dim", "hidden_dim", "w1_param_init", "w2w3_param_init"} <= set(parameters_of(titan.make_ffn_config))
     names = {field.name for field in dataclasses.fields(titan.Qwen3Model.Config)}
     assert {
         "dim",
@@ -92,11 +90,7 @@ def test_no_other_file_imports_torchtitan():
     from pathlib import Path
 
     package = Path(titan.__file__).parents[1]
-    found = [
-        p.name
-        for p in package.rglob("*.py")
-        if re.search(r"^\s*(from|import) torchtitan", p.read_text(), re.M)
-    ]
+    found = [p.name for p in package.rglob("*.py") if re.search(r"^\s*(from|import) torchtitan", p.read_text(), re.M)]
     assert found == ["titan.py"]
 
 
@@ -125,9 +119,7 @@ def test_threads_can_be_set_after_vllm_took_the_function_away(monkeypatch):
         titan.set_num_threads(before)
 
 
-@pytest.mark.skipif(
-    torch.accelerator.is_available(), reason="the shim acts on machines without an accelerator"
-)
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="the shim acts on machines without an accelerator")
 def test_torchtitan_believes_in_the_cpu():
     from torchtitan.tools import utils
 

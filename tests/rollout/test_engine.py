@@ -29,13 +29,18 @@ from torchspec.rollout.engine import (
 
 
 def test_the_protocol_needs_neither_torch_nor_vllm():
-    code = "import sys, torchspec.rollout.engine; print([m for m in ('torch', 'vllm', 'transformers') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    heavy = "('torch', 'vllm', 'transformers')"
+    code = f"import sys, torchspec.rollout.engine; print([m for m in {heavy} if m in sys.modules])"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    )
 
 
 def test_the_engine_module_pulls_neither_vllm_nor_transformers():
     code = "import sys, torchspec.rollout.vllm; print([m for m in ('vllm', 'transformers') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    )
 
 
 def test_errors_end_a_run_as_they_should():
@@ -51,12 +56,18 @@ def test_request_seeds_are_fixed_and_all_different():
     assert request_seed(1, 11, 1, 1) != request_seed(11, 1, 1, 1) != request_seed(1, 1, 11, 1)
 
 
-@pytest.mark.parametrize("prompt, max_tokens, drafted, room", [
-    (10, 20, 3, 20),  # fits
-    (10, 60, 3, 50),  # 64 - 10 - (3 + 1)
-    (10, 60, 0, 54),  # no speculation: no lookahead
-    (59, 60, 3, 1), (60, 60, 3, 0), (64, 60, 0, 0), (70, 5, 3, -10),
-])
+@pytest.mark.parametrize(
+    "prompt, max_tokens, drafted, room",
+    [
+        (10, 20, 3, 20),  # fits
+        (10, 60, 3, 50),  # 64 - 10 - (3 + 1)
+        (10, 60, 0, 54),  # no speculation: no lookahead
+        (59, 60, 3, 1),
+        (60, 60, 3, 0),
+        (64, 60, 0, 0),
+        (70, 5, 3, -10),
+    ],
+)
 def test_response_room(prompt, max_tokens, drafted, room):
     assert response_room(prompt, max_tokens, 64, drafted) == room
 
@@ -70,8 +81,19 @@ def test_spec_stats_subtract():
     assert late.accepted_per_pos == [8, 3, 1]
 
 
-@pytest.mark.parametrize("bad", [dict(min_p=0.1), dict(logit_bias={"1": 2.0}), dict(temperature=-1.0), dict(temperature=2.1), dict(top_p=0.0),
-                                 dict(top_p=1.1), dict(top_k=-1), dict(max_tokens=0)])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        dict(min_p=0.1),
+        dict(logit_bias={"1": 2.0}),
+        dict(temperature=-1.0),
+        dict(temperature=2.1),
+        dict(top_p=0.0),
+        dict(top_p=1.1),
+        dict(top_k=-1),
+        dict(max_tokens=0),
+    ],
+)
 def test_sampling_out_of_range(bad):
     check_sampling(SamplingConfig())
     with pytest.raises(ConfigError):
@@ -100,7 +122,13 @@ def test_census_names_every_fault_in_one_sentence():
     bad = [("a", torch.zeros(3, 2)), ("b", torch.zeros(4)), ("b", torch.zeros(4)), ("d", torch.zeros(1))]
     with pytest.raises(EngineError) as raised:
         transfer.check_census("draft", bad, contract)
-    for words in ("c is missing", "d is unknown", "a has shape [3, 2] instead of [2, 3]", "b comes twice", "Nothing was sent"):
+    for words in (
+        "c is missing",
+        "d is unknown",
+        "a has shape [3, 2] instead of [2, 3]",
+        "b comes twice",
+        "Nothing was sent",
+    ):
         assert words in str(raised.value)
     with pytest.raises(EngineError, match="t0, t1, t2, t3, t4, t5 and 14 more are missing"):
         transfer.check_census("policy", [], {f"t{i:01x}" if i < 6 else f"u{i}": (1,) for i in range(20)})
@@ -110,7 +138,10 @@ def test_a_tied_head_is_added_once_and_must_be_the_embedding():
     embed = torch.randn(5, 2)
     name = "model.embed_tokens.weight"
     assert [n for n, _ in transfer.with_tied_head([(name, embed)])] == [name, "lm_head.weight"]
-    assert [n for n, _ in transfer.with_tied_head([(name, embed), ("lm_head.weight", embed.clone())])] == [name, "lm_head.weight"]
+    assert [n for n, _ in transfer.with_tied_head([(name, embed), ("lm_head.weight", embed.clone())])] == [
+        name,
+        "lm_head.weight",
+    ]
     with pytest.raises(EngineError, match="tied"):
         transfer.with_tied_head([(name, embed), ("lm_head.weight", embed + 1)])
     assert transfer.with_tied_head([]) == []  # left to the census
@@ -133,7 +164,11 @@ def test_shapes_are_read_from_every_file_of_the_index(tmp_path):
 @pytest.mark.parametrize("equal", ["", "lm_head.weight", "embed_tokens.weight"])
 def test_a_draft_equal_to_the_policy_in_head_or_embedding_is_loaded_from_a_twin(tmp_path, equal):
     policy = {"lm_head.weight": torch.randn(6, 4), "model.embed_tokens.weight": torch.randn(6, 4)}
-    draft = {"lm_head.weight": torch.randn(6, 4), "embed_tokens.weight": torch.randn(6, 4), "norm.weight": torch.randn(4)}
+    draft = {
+        "lm_head.weight": torch.randn(6, 4),
+        "embed_tokens.weight": torch.randn(6, 4),
+        "norm.weight": torch.randn(4),
+    }
     if equal:  # equal in bfloat16, in which the engine compares
         source = policy["lm_head.weight" if equal == "lm_head.weight" else "model.embed_tokens.weight"]
         draft[equal] = source.bfloat16().float()

@@ -1,4 +1,5 @@
-"""New weights for a running engine: equal to a fresh engine on them, both models, and checked before anything is sent."""
+"""New weights for a running engine: equal to a fresh engine on them, both models, and checked before anything is
+sent."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ def make_pair(folder: Path, kind: str, *, trained: bool = False) -> Pair:
     folder.mkdir(parents=True)
     policy = make_policy(folder / "policy", vocab=V, tied=kind == "tied", seed=11, moved=5 if trained else 0)
     draft_vocab = 6 if kind == "tied" else 0
-    tensors = draft_for(policy, vocab=V, draft_vocab=draft_vocab, own_embed=kind == "tied", seed=12, offset=int(trained))
+    tensors = draft_for(
+        policy, vocab=V, draft_vocab=draft_vocab, own_embed=kind == "tied", seed=12, offset=int(trained)
+    )
     if trained:
         change(tensors, 6)
     elif kind == "copied head":

@@ -30,11 +30,14 @@ def served(tmp_path_factory):
 
 @torch.no_grad()
 def exact_marginals(policy, temperature: float) -> list[torch.Tensor]:
-    """p of the first token, and of each pair of neighbours (x_i, x_i+1), by enumerating all V^(POSITIONS-1) prefixes."""
+    """p of the first token, and of each pair of neighbours (x_i, x_i+1), by enumerating all V^(POSITIONS-1)
+    prefixes."""
     prefixes = torch.tensor(list(product(range(V), repeat=POSITIONS - 1)))
     sequences = torch.cat([torch.tensor(PROMPT).expand(len(prefixes), -1), prefixes], 1)
     logits = policy(sequences).logits[:, len(PROMPT) - 1 :].double()
-    p = torch.softmax(logits / temperature, -1)  # [prefix, position, V]; position i depends on the prefix's first i tokens
+    p = torch.softmax(
+        logits / temperature, -1
+    )  # [prefix, position, V]; position i depends on the prefix's first i tokens
     joint = torch.ones(len(prefixes), dtype=torch.float64)
     for i in range(POSITIONS - 1):
         joint = joint * p[:, i].gather(1, prefixes[:, i : i + 1])[:, 0]
@@ -100,7 +103,11 @@ def test_top_k_and_top_p_keep_to_their_support(served):
                 logits = policy(torch.tensor([PROMPT + completion.token_ids])).logits[0, len(PROMPT) - 1 : -1]
             order = logits.argsort(-1, descending=True)
             p = torch.softmax(logits, -1).gather(1, order)
-            kept = (p.cumsum(-1) - p < sampling.top_p) if sampling.top_p < 1 else torch.arange(V).expand_as(p) < sampling.top_k
+            kept = (
+                (p.cumsum(-1) - p < sampling.top_p)
+                if sampling.top_p < 1
+                else torch.arange(V).expand_as(p) < sampling.top_k
+            )
             cut = torch.where(kept, p, 0.0)
             cut = (cut / cut.sum(-1, keepdim=True)).log()
             index = (order == torch.tensor(completion.token_ids)[:, None]).int().argmax(-1)
@@ -119,13 +126,15 @@ def test_the_repair_is_in_place_in_the_running_engine(served):
     values = torch.tensor([0.5, 0.25, 2.0])
     spread = rejection_sampler.expand_batch_to_tokens(values, torch.tensor([2, 2, 5], dtype=torch.int32), 5)
     assert spread.tolist() == [0.5, 0.5, 2.0, 2.0, 2.0]
-    replaced = rejection_sampler.expand_batch_to_tokens(torch.tensor([0, 9]), torch.tensor([1, 3]), 3, replace_from=0,
-                                                       replace_to=4)
+    replaced = rejection_sampler.expand_batch_to_tokens(
+        torch.tensor([0, 9]), torch.tensor([1, 3]), 3, replace_from=0, replace_to=4
+    )
     assert replaced.tolist() == [4, 9, 9]
 
 
 def test_the_names_that_the_repair_relies_on_are_where_they_were(served):
-    """Fails when vLLM moves the function, renames its parameters, or repairs it: sampler_fix.py must then be read again."""
+    """Fails when vLLM moves the function, renames its parameters, or repairs it: sampler_fix.py must then be read
+    again."""
     import vllm
     from vllm.triton_utils import dispatcher
     from vllm.utils import cpu_triton_utils
@@ -135,7 +144,9 @@ def test_the_names_that_the_repair_relies_on_are_where_they_were(served):
     assert list(inspect.signature(original).parameters) == list(inspect.signature(sampler_fix.expand).parameters)
     assert sampler_fix.is_faulty(original)
     assert not sampler_fix.is_faulty(sampler_fix.expand)
-    assert sampler_fix.KERNEL in dispatcher._registry and dispatcher._registry[sampler_fix.KERNEL][1] is sampler_fix.expand
+    assert (
+        sampler_fix.KERNEL in dispatcher._registry and dispatcher._registry[sampler_fix.KERNEL][1] is sampler_fix.expand
+    )
 
 
 def _original(module):

@@ -49,8 +49,12 @@ def test_folders_that_cannot_be_served(models, tmp_path):
     refused(tmp_path, None, "config.json cannot be read")
     refused(policy, change_config(draft, tmp_path / "a", vocab_size=41), "vocab_size = 41, but the policy's is 40")
     refused(policy, change_config(draft, tmp_path / "b", eagle_aux_hidden_state_layer_ids=None), "must name the taps")
-    refused(policy, change_config(draft, tmp_path / "c", eagle_aux_hidden_state_layer_ids=[0, 1, 4]), "each from 0 to 3")
-    refused(change_config(policy, tmp_path / "d", head_dim=16), None, "head_dim = 16; vLLM's attention on a CPU needs 32")
+    refused(
+        policy, change_config(draft, tmp_path / "c", eagle_aux_hidden_state_layer_ids=[0, 1, 4]), "each from 0 to 3"
+    )
+    refused(
+        change_config(policy, tmp_path / "d", head_dim=16), None, "head_dim = 16; vLLM's attention on a CPU needs 32"
+    )
 
 
 @pytest.mark.vllm

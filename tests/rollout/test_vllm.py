@@ -34,9 +34,17 @@ def models(tmp_path_factory):
 
 def process_state() -> dict:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
-    return dict(torch=torch.get_rng_state().tolist(), python=random.getstate(), numpy=numpy.random.get_state()[1].tolist(),
-                environment=environment, hook=sys.excepthook, setter=torch.set_num_threads, threads=torch.get_num_threads(),
-                grad=torch.is_grad_enabled(), dtype=torch.get_default_dtype())
+    return dict(
+        torch=torch.get_rng_state().tolist(),
+        python=random.getstate(),
+        numpy=numpy.random.get_state()[1].tolist(),
+        environment=environment,
+        hook=sys.excepthook,
+        setter=torch.set_num_threads,
+        threads=torch.get_num_threads(),
+        grad=torch.is_grad_enabled(),
+        dtype=torch.get_default_dtype(),
+    )
 
 
 @dataclass
@@ -60,7 +68,9 @@ def others(models):
         with pytest.raises(EngineError, match="only one at a time"):
             VllmEngine(folder / "policy", None, RolloutConfig(**CONFIG))
         plain.refit(list(policy.state_dict().items()), [("not.looked.at", torch.zeros(1))], 1)
-        result.greedy_alone = plain.generate(some_requests(6), SamplingConfig(temperature=0.0, max_tokens=20), deadline_s=300)
+        result.greedy_alone = plain.generate(
+            some_requests(6), SamplingConfig(temperature=0.0, max_tokens=20), deadline_s=300
+        )
         assert plain.spec_stats() == SpecStats() and plain.num_speculative_tokens == 0
     with pytest.raises(EngineError, match="closed"):
         plain.generate([Request([1], 7)], SamplingConfig(), deadline_s=1)
@@ -77,7 +87,9 @@ def engine(models, others):
 
 
 def some_requests(count: int, run_seed: int = 3) -> list[Request]:
-    return [Request([(7 * i + j) % 30 for j in range(2 + i % 5)], request_seed(run_seed, 1, i, 0)) for i in range(count)]
+    return [
+        Request([(7 * i + j) % 30 for j in range(2 + i % 5)], request_seed(run_seed, 1, i, 0)) for i in range(count)
+    ]
 
 
 def rows(completions) -> list[tuple]:
@@ -114,7 +126,7 @@ def hf_greedy(policy, prompt: list[int], limit: int) -> list[int]:
     tokens = list(prompt)
     while len(tokens) < len(prompt) + limit and (len(tokens) == len(prompt) or tokens[-1] not in EOS):
         tokens.append(policy(torch.tensor([tokens])).logits[0, -1].argmax().item())
-    return tokens[len(prompt):]
+    return tokens[len(prompt) :]
 
 
 def test_a_request_draws_its_own_tokens_whatever_runs_beside_it(engine):
@@ -157,19 +169,24 @@ def test_length_is_cut_so_that_the_lookahead_fits(engine):
     for length in (CONTEXT - K - 1 - 1, CONTEXT - K - 1 - 5):
         room = CONTEXT - K - 1 - length
         assert engine.longest_response(length, 100) == room
-        [completion] = engine.generate([Request([1] * length, 7)], SamplingConfig(temperature=0.0, max_tokens=100), deadline_s=300)
+        [completion] = engine.generate(
+            [Request([1] * length, 7)], SamplingConfig(temperature=0.0, max_tokens=100), deadline_s=300
+        )
         assert len(completion.token_ids) == room and completion.finish_reason == "length"
 
 
-@pytest.mark.parametrize("request_, words", [
-    (Request([1] * (CONTEXT - K - 1), 7), "no room for a response"),
-    (Request([1] * 500, 7), "prompt of 500 tokens"),
-    (Request([], 7), "empty prompt"),
-    (Request([1, V], 7), "outside of the policy's vocabulary of 40"),
-    (Request([-1], 7), "outside of the policy's vocabulary"),
-    (Request([1], -7), "seed"),
-    (Request([1], 2**63), "seed"),
-])
+@pytest.mark.parametrize(
+    "request_, words",
+    [
+        (Request([1] * (CONTEXT - K - 1), 7), "no room for a response"),
+        (Request([1] * 500, 7), "prompt of 500 tokens"),
+        (Request([], 7), "empty prompt"),
+        (Request([1, V], 7), "outside of the policy's vocabulary of 40"),
+        (Request([-1], 7), "outside of the policy's vocabulary"),
+        (Request([1], -7), "seed"),
+        (Request([1], 2**63), "seed"),
+    ],
+)
 def test_a_request_that_cannot_be_served_is_refused_before_anything_runs(engine, request_, words):
     before = engine.spec_stats()
     with pytest.raises(EngineError, match=words):
@@ -223,8 +240,12 @@ def test_the_engine_is_clean_after_an_early_end(engine, how):
 
 def test_progress_counts_up_to_everything(engine):
     calls = []
-    completions = engine.generate(some_requests(20), SamplingConfig(max_tokens=30), deadline_s=60,
-                                  on_progress=lambda done, tokens: calls.append((done, tokens)))
+    completions = engine.generate(
+        some_requests(20),
+        SamplingConfig(max_tokens=30),
+        deadline_s=60,
+        on_progress=lambda done, tokens: calls.append((done, tokens)),
+    )
     assert calls[-1] == (20, sum(len(c.token_ids) for c in completions))
     assert calls == sorted(calls)
     assert 0 < calls[0][1], "tokens of unfinished requests are counted too"
@@ -249,8 +270,10 @@ def test_statistics_add_up(engine):
 
 
 def test_logprobs_can_be_left_out(engine):
-    with_, without = (engine.generate(some_requests(3), SamplingConfig(max_tokens=5), deadline_s=60, return_logprobs=flag)
-                      for flag in (True, False))
+    with_, without = (
+        engine.generate(some_requests(3), SamplingConfig(max_tokens=5), deadline_s=60, return_logprobs=flag)
+        for flag in (True, False)
+    )
     assert rows(with_) == rows(without) and all(not c.logprobs for c in without)
 
 

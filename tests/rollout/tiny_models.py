@@ -25,9 +25,19 @@ def make_policy(folder: Path, *, vocab: int, tied: bool, seed: int, eos: int | l
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
-        vocab_size=vocab, hidden_size=HIDDEN, intermediate_size=96, num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, max_position_embeddings=512,
-        tie_word_embeddings=tied, rope_theta=10000.0, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+        vocab_size=vocab,
+        hidden_size=HIDDEN,
+        intermediate_size=96,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=512,
+        tie_word_embeddings=tied,
+        rope_theta=10000.0,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
         architectures=["Qwen3ForCausalLM"],
     )
     model = Qwen3ForCausalLM(config).float().eval()
@@ -72,8 +82,16 @@ def hf_logprobs(model, prompt: list[int], response: list[int], temperature: floa
     return torch.log_softmax(logits / temperature, -1).gather(1, torch.tensor(response)[:, None])[:, 0]
 
 
-def draft_tensors(*, vocab: int, draft_vocab: int = 0, own_head: bool = True, own_embed: bool = False, seed: int,
-                  std: float = 0.15, offset: int = 0) -> dict[str, torch.Tensor]:
+def draft_tensors(
+    *,
+    vocab: int,
+    draft_vocab: int = 0,
+    own_head: bool = True,
+    own_embed: bool = False,
+    seed: int,
+    std: float = 0.15,
+    offset: int = 0,
+) -> dict[str, torch.Tensor]:
     """Random tensors of an EAGLE-3 draft with three taps. A draft_vocab keeps every (vocab // draft_vocab)-th token,
     beginning with ``offset``."""
     generator = torch.Generator().manual_seed(seed)
@@ -110,10 +128,14 @@ def kept_tokens(vocab: int, draft_vocab: int, offset: int) -> torch.Tensor:
     return torch.arange(draft_vocab) * (vocab // draft_vocab) + offset
 
 
-def draft_for(policy, *, vocab: int, draft_vocab: int = 0, own_embed: bool = False, seed: int, offset: int = 0) -> dict[str, torch.Tensor]:
-    """A draft with some skill: it sees the residual stream before the last layer, and has about the policy's final norm and head."""
-    tensors = draft_tensors(vocab=vocab, draft_vocab=draft_vocab, own_embed=own_embed, seed=seed, std=0.05,
-                            offset=offset)
+def draft_for(
+    policy, *, vocab: int, draft_vocab: int = 0, own_embed: bool = False, seed: int, offset: int = 0
+) -> dict[str, torch.Tensor]:
+    """A draft with some skill: it sees the residual stream before the last layer, and has about the policy's final
+    norm and head."""
+    tensors = draft_tensors(
+        vocab=vocab, draft_vocab=draft_vocab, own_embed=own_embed, seed=seed, std=0.05, offset=offset
+    )
     tensors["fc.weight"][:, 2 * HIDDEN :] += torch.eye(HIDDEN)
     tensors["norm.weight"] *= policy.model.norm.weight.detach()
     head = policy.lm_head.weight.detach()
@@ -127,11 +149,22 @@ def write_draft(folder: Path, tensors: dict[str, torch.Tensor], *, vocab: int, d
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config = {
-        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": HIDDEN,
-        "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "hidden_act": "silu", "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 512, "vocab_size": vocab, "rope_theta": 10000.0, "torch_dtype": "float32",
-        "eagle_aux_hidden_state_layer_ids": [0, 1, 2], "tie_word_embeddings": False,
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "intermediate_size": 96,
+        "num_hidden_layers": 1,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 512,
+        "vocab_size": vocab,
+        "rope_theta": 10000.0,
+        "torch_dtype": "float32",
+        "eagle_aux_hidden_state_layer_ids": [0, 1, 2],
+        "tie_word_embeddings": False,
     }
     if draft_vocab:
         config["draft_vocab_size"] = draft_vocab

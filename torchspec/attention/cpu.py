@@ -61,9 +61,7 @@ def _window_tiles(s: Segment, window: int) -> list[Tile]:
 def tiles_of(view: TrunkView, q_rows: int, k_rows: int) -> list[Tile]:
     """Cuts the visible rectangle of every segment into tiles that the kernel can run."""
     tiles: list[Tile] = []
-    seen: set[int] = (
-        set()
-    )  # first query rows of the segments met so far: segments share all query rows or none
+    seen: set[int] = set()  # first query rows of the segments met so far: segments share all query rows or none
     windowed = 0 < view.window < view.max_seqlen
     for s in segments(view, q_rows, k_rows):
         if windowed:
@@ -94,9 +92,7 @@ def _additive(tile: Tile, dtype: torch.dtype) -> Tensor | None:
     return torch.zeros(tile.visible.shape, dtype=dtype).masked_fill_(~tile.visible, -torch.inf)
 
 
-def trunk_forward(
-    q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, view: TrunkView, scale: float
-) -> tuple[Tensor, Tensor]:
+def trunk_forward(q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, view: TrunkView, scale: float) -> tuple[Tensor, Tensor]:
     """Attention of the rows of ``view``: (out [T,H,D], lse [T,H]), both in the accumulation dtype.
 
     A row without a visible key (only possible for the shard of another rank) has out 0 and lse -inf.

@@ -84,9 +84,7 @@ def calls_of(view: TrunkView, q_rows: int, k_rows: int) -> list[Call]:
             )
         return calls
     if view.window:
-        raise ValueError(
-            "A sliding window needs the gather transport on CUDA; set trunk_transport to gather."
-        )
+        raise ValueError("A sliding window needs the gather transport on CUDA; set trunk_transport to gather.")
     if view.k_rank == view.q_rank:
         return [Call(None, 2 * cu_n, 2 * cu_n, 2 * max_n, 2 * max_n, True, None)]
     if view.k_rank < view.q_rank:  # both chunks see the arriving front chunk
@@ -117,8 +115,7 @@ def _check_rows(view: TrunkView, q_rows: int) -> None:
     """A device-side assertion that cu_seqlens describe these rows; the host does not wait for it."""
     torch._assert_async(
         view.cu_seqlens[-1] == q_rows * view.cp_size,
-        f"cu_seqlens do not end at the {q_rows * view.cp_size} rows that q and its {view.cp_size} rank(s) "
-        "have.",
+        f"cu_seqlens do not end at the {q_rows * view.cp_size} rows that q and its {view.cp_size} rank(s) have.",
     )
 
 
@@ -138,9 +135,7 @@ def _picked(x_T: Tensor, call: Call) -> Tensor:
     return (x_T if call.q_rows is None else x_T.index_select(0, call.q_rows)).contiguous()
 
 
-def trunk_forward(
-    q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, view: TrunkView, scale: float
-) -> tuple[Tensor, Tensor]:
+def trunk_forward(q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, view: TrunkView, scale: float) -> tuple[Tensor, Tensor]:
     """See ``torchspec.attention.cpu.trunk_forward``; here the kernel rounds pieces to q's dtype."""
     _check(q_THD)
     _check_rows(view, q_THD.shape[0])

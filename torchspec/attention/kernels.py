@@ -20,7 +20,5 @@ def kernel_for(x: Tensor) -> ModuleType:
     """The kernel of x's device; raises ValueError where there is none (nothing falls back silently)."""
     kernel = _KERNELS.get(x.device.type)
     if kernel is None:
-        raise ValueError(
-            f"branch_attention has kernels for {sorted(_KERNELS)}, not for a tensor on {x.device}."
-        )
+        raise ValueError(f"branch_attention has kernels for {sorted(_KERNELS)}, not for a tensor on {x.device}.")
     return kernel

@@ -30,13 +30,9 @@ from torchspec.attention.kernels import kernel_for
 from torchspec.attention.merge import accumulation_dtype, branch_backward, branch_forward
 from torchspec.attention.view import TrunkView
 
-_COMMON = (
-    "Tensor cu_seqlens, SymInt max_seqlen, float scale, SymInt window, int cp_size, int cp_rank, "
-    "str transport"
-)
+_COMMON = "Tensor cu_seqlens, SymInt max_seqlen, float scale, SymInt window, int cp_size, int cp_rank, str transport"
 _FORWARD_SCHEMA = (
-    "(Tensor q, Tensor k0, Tensor v0, Tensor[] kb, Tensor[] vb, Tensor[] carriers, "
-    f"{_COMMON}) -> (Tensor, Tensor)"
+    f"(Tensor q, Tensor k0, Tensor v0, Tensor[] kb, Tensor[] vb, Tensor[] carriers, {_COMMON}) -> (Tensor, Tensor)"
 )
 _BACKWARD_SCHEMA = (
     "(Tensor do, Tensor? dlse, Tensor q, Tensor k0, Tensor v0, Tensor[] kb, Tensor[] vb, Tensor out, "
@@ -152,8 +148,7 @@ def check_arguments(q_THD, k0_SGD, v0_SGD, kb, vb) -> None:
     """Refuses shapes and dtypes that no kernel can serve, in a sentence."""
     if q_THD.dim() != 3 or k0_SGD.dim() != 3:
         raise ValueError(
-            f"branch_attention wants q [T, H, D] and k0 [S, G, D]; got {tuple(q_THD.shape)} and "
-            f"{tuple(k0_SGD.shape)}."
+            f"branch_attention wants q [T, H, D] and k0 [S, G, D]; got {tuple(q_THD.shape)} and {tuple(k0_SGD.shape)}."
         )
     if k0_SGD.shape != v0_SGD.shape or q_THD.shape[2] != k0_SGD.shape[2]:
         raise ValueError(

@@ -67,6 +67,6 @@ class DenseTrunk:
         self.values.append(v_TGD)
         (k0, *kb), (v0, *vb), layout = self.keys, self.values, self.layout
         scale = q_THD.shape[-1] ** -0.5
-        return dense_branch_attention(
-            q_THD, k0, v0, kb, vb, layout.cu_seqlens, layout.max_seqlen, scale, self.window
-        )[0]
+        return dense_branch_attention(q_THD, k0, v0, kb, vb, layout.cu_seqlens, layout.max_seqlen, scale, self.window)[
+            0
+        ]

@@ -15,9 +15,7 @@ from torchspec.attention.kernels import kernel_for
 from torchspec.attention.merge import accumulation_dtype
 from torchspec.attention.view import TrunkView
 
-_VIEW = (
-    "Tensor cu_seqlens, SymInt max_seqlen, float scale, SymInt window, int cp_size, int q_rank, int k_rank"
-)
+_VIEW = "Tensor cu_seqlens, SymInt max_seqlen, float scale, SymInt window, int cp_size, int q_rank, int k_rank"
 
 
 @torch.library.custom_op(
@@ -41,8 +39,7 @@ def _(q, k, v, *_where):
 @torch.library.custom_op(
     "torchspec::trunk_piece_backward",
     mutates_args=(),
-    schema=f"(Tensor do, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_VIEW})"
-    " -> (Tensor, Tensor, Tensor)",
+    schema=f"(Tensor do, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_VIEW}) -> (Tensor, Tensor, Tensor)",
 )
 def trunk_piece_backward(do, q, k, v, out, lse, cu_seqlens, max_seqlen, scale, window, cp_size, q_rank, k_rank):
     """(dq, dk, dv) of that piece from the joint (out, lse), in the accumulation dtype."""

@@ -47,11 +47,7 @@ class Place:
 
     def local_rows(self, x: DTensor) -> Tensor:
         """This rank's rows; a tensor that is placed otherwise is redistributed first."""
-        return (
-            x._local_tensor
-            if x.placements == self.rows
-            else x.redistribute(placements=self.rows)._local_tensor
-        )
+        return x._local_tensor if x.placements == self.rows else x.redistribute(placements=self.rows)._local_tensor
 
     def wrap(self, x: Tensor, cp: Placement | None = None) -> DTensor:
         placements = self.rows if cp is None else self.placements(cp)

@@ -61,9 +61,7 @@ class PackedZigzag:
     ):
         if cp_mesh is not None:
             if cp_mesh.ndim != 1:
-                raise ValueError(
-                    f"cp_mesh must be the one context-parallel dimension of a mesh; got {cp_mesh}."
-                )
+                raise ValueError(f"cp_mesh must be the one context-parallel dimension of a mesh; got {cp_mesh}.")
             cp_size, cp_rank = cp_mesh.size(), cp_mesh.get_local_rank()
         if trunk_transport not in ("gather", "ring"):
             raise ValueError(f"trunk_transport is {trunk_transport!r}; a layout knows gather and ring.")
@@ -71,9 +69,7 @@ class PackedZigzag:
         self.cp_group = "" if cp_mesh is None else cp_mesh.get_group().group_name
         self.doc_lengths = tuple(int(length) for length in doc_lengths)
         if not self.doc_lengths or min(self.doc_lengths) < 1:
-            raise ValueError(
-                f"A pack needs documents of at least one token; got lengths {list(self.doc_lengths)}."
-            )
+            raise ValueError(f"A pack needs documents of at least one token; got lengths {list(self.doc_lengths)}.")
         if not 0 <= cp_rank < cp_size:
             raise ValueError(f"Context-parallel rank {cp_rank} does not exist among {cp_size} ranks.")
         multiple = 1 if cp_size == 1 else 2 * cp_size
@@ -116,18 +112,14 @@ class PackedZigzag:
         another number of rows.
         """
         if x_T.shape[0] != self.num_tokens:
-            raise ValueError(
-                f"shift wants the {self.num_tokens} rows of this layout; got {tuple(x_T.shape)}."
-            )
+            raise ValueError(f"shift wants the {self.num_tokens} rows of this layout; got {tuple(x_T.shape)}.")
         if n < 0:
             raise ValueError(f"shift moves rows from later positions, n >= 0; got {n}.")
         if n == 0:
             return _zero_unless(self.real_T, x_T)
         if self.cp_size > 1:
             if not self.cp_group:
-                raise ValueError(
-                    "Rows move between context-parallel ranks only when the layout has a cp_mesh."
-                )
+                raise ValueError("Rows move between context-parallel ranks only when the layout has a cp_mesh.")
             return torch.ops.torchspec.zigzag_shift(
                 x_T, self._doc_lengths_cpu, n, self.cp_size, self.cp_rank, self.cp_group, False
             )

@@ -44,9 +44,7 @@ class ShiftPlan:
 
 
 @lru_cache(maxsize=64)
-def plan_shift(
-    doc_lengths: tuple[int, ...], n: int, cp_size: int, cp_rank: int, device: torch.device
-) -> ShiftPlan:
+def plan_shift(doc_lengths: tuple[int, ...], n: int, cp_size: int, cp_rank: int, device: torch.device) -> ShiftPlan:
     """Who sends which rows to whom so that row t receives the row n later in its document."""
     real = torch.tensor(doc_lengths)
     padded = (real + 2 * cp_size - 1) // (2 * cp_size) * (2 * cp_size)
@@ -68,9 +66,7 @@ def plan_shift(
     receive_rows, receive_counts = select(mine & ~stays, from_rank, to_row)
     send_rows, send_counts = select((from_rank == cp_rank) & ~stays, to_rank, from_row)
     idle = not bool((to_rank != from_rank).any())
-    plan = ShiftPlan(
-        to_row[stays], from_row[stays], send_rows, send_counts, receive_rows, receive_counts, idle
-    )
+    plan = ShiftPlan(to_row[stays], from_row[stays], send_rows, send_counts, receive_rows, receive_counts, idle)
     return plan.to(device)
 
 
@@ -85,8 +81,7 @@ def _exchange(rows: Tensor, send: list[int], receive: list[int], group: str) -> 
 @torch.library.custom_op(
     "torchspec::zigzag_shift",
     mutates_args=(),
-    schema="(Tensor x, Tensor doc_lengths, int n, int cp_size, int cp_rank, str group, bool adjoint)"
-    " -> Tensor",
+    schema="(Tensor x, Tensor doc_lengths, int n, int cp_size, int cp_rank, str group, bool adjoint) -> Tensor",
 )
 def zigzag_shift(x, doc_lengths, n, cp_size, cp_rank, group, adjoint):
     """x [T, ...] -> [T, ...]; ``doc_lengths``: real lengths, int64 on the CPU; ``adjoint``: transposed."""

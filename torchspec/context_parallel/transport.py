@@ -83,9 +83,7 @@ def gather_trunk(k_TGD: Tensor, v_TGD: Tensor, cu_seqlens: Tensor, ring: Ring) -
     return k_SGD, v_SGD
 
 
-def scatter_trunk_gradient(
-    dk_SGD: Tensor, dv_SGD: Tensor, cu_seqlens: Tensor, ring: Ring
-) -> tuple[Tensor, Tensor]:
+def scatter_trunk_gradient(dk_SGD: Tensor, dv_SGD: Tensor, cu_seqlens: Tensor, ring: Ring) -> tuple[Tensor, Tensor]:
     """This rank's rows of the gradients summed over ranks, in their dtype (fp32 or fp64)."""
     dkv = torch.cat([dk_SGD, dv_SGD], dim=-1)
     if ring.size > 1:
@@ -95,9 +93,7 @@ def scatter_trunk_gradient(
     return dk_TGD.contiguous(), dv_TGD.contiguous()
 
 
-def ring_forward(
-    q, k0, v0, kb, vb, cu_seqlens, max_seqlen, scale, window, ring: Ring
-) -> tuple[Tensor, Tensor]:
+def ring_forward(q, k0, v0, kb, vb, cu_seqlens, max_seqlen, scale, window, ring: Ring) -> tuple[Tensor, Tensor]:
     """Branch attention with K0|V0 travelling around the ring: (out in q's dtype, lse).
 
     The next shard is on its way while this one is computed; merges stay in fp32 (fp64).

@@ -70,9 +70,7 @@ def _rows(x: Tensor, layout: PackedZigzag) -> DTensor:
 
 def _check_rows(q_THD: Tensor, layout: PackedZigzag) -> None:
     if q_THD.shape[0] != layout.num_tokens:
-        raise ValueError(
-            f"The layout gives this rank {layout.num_tokens} rows; got q of shape {tuple(q_THD.shape)}."
-        )
+        raise ValueError(f"The layout gives this rank {layout.num_tokens} rows; got q of shape {tuple(q_THD.shape)}.")
 
 
 def packed_attention(
@@ -91,9 +89,7 @@ def packed_attention(
     _check_rows(q_THD, layout)
     scale = q_THD.shape[-1] ** -0.5 if scale is None else scale
     if layout.cp_size == 1:
-        return branch_attention(
-            q_THD, k_TGD, v_TGD, [], [], layout.cu_seqlens, layout.max_seqlen, scale, window
-        )[0]
+        return branch_attention(q_THD, k_TGD, v_TGD, [], [], layout.cu_seqlens, layout.max_seqlen, scale, window)[0]
     _ring_of(layout)
     out_THD, _ = branch_attention(
         *(_rows(x, layout) for x in (q_THD, k_TGD, v_TGD)),

@@ -114,9 +114,7 @@ class Environment:
         if split == "eval":
             held_out = self._held_out()
             if not 0 <= index < len(held_out):
-                raise IndexError(
-                    f"eval item {index} was asked for, but environment.eval_items = {len(held_out)}."
-                )
+                raise IndexError(f"eval item {index} was asked for, but environment.eval_items = {len(held_out)}.")
             return held_out[index]
         if split != "train":
             raise ValueError(f"split '{split}' is unknown; there are 'train' and 'eval'.")
@@ -172,9 +170,7 @@ def build_environment(config: EnvironmentConfig, seed: int) -> Environment:
         from torchspec.data.jsonl import JsonlEnvironment
 
         if config.args:
-            raise ConfigError(
-                f"environment.args = {config.args} has no meaning with environment.name = 'jsonl'."
-            )
+            raise ConfigError(f"environment.args = {config.args} has no meaning with environment.name = 'jsonl'.")
         environment = JsonlEnvironment(config.path, config.scorer)
     else:
         environment = _load_class(config)
@@ -215,6 +211,4 @@ def _check_limits(config: EnvironmentConfig) -> None:
     if not config.scorer_timeout_s > 0:
         raise ConfigError(f"environment.scorer_timeout_s = {config.scorer_timeout_s} must be above 0.")
     if not 0 <= config.max_failed_share <= 1:
-        raise ConfigError(
-            f"environment.max_failed_share = {config.max_failed_share} must lie between 0 and 1."
-        )
+        raise ConfigError(f"environment.max_failed_share = {config.max_failed_share} must lie between 0 and 1.")

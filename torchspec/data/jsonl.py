@@ -76,9 +76,7 @@ def read_items(path: str, scorer: str) -> list[Item]:
     try:
         data = file.read_bytes()
     except OSError as error:
-        raise ConfigError(
-            f"environment.path = '{path}' cannot be read: {error.strerror or error}."
-        ) from error
+        raise ConfigError(f"environment.path = '{path}' cannot be read: {error.strerror or error}.") from error
     items = []
     for number, line in enumerate(data.split(b"\n"), start=1):
         if line.strip():
@@ -116,16 +114,12 @@ def _check_prompt(prompt: Any) -> None:
         if not isinstance(message, dict) or not isinstance(message.get("content"), str):
             raise ValueError("every message of the prompt needs 'role' and a text 'content'")
         if message.get("role") not in ROLES:
-            raise ValueError(
-                f"a message's role is {message.get('role')!r}; it must be one of {', '.join(ROLES)}"
-            )
+            raise ValueError(f"a message's role is {message.get('role')!r}; it must be one of {', '.join(ROLES)}")
 
 
 def _check_answer(row: dict[str, Any], scorer: str) -> None:
     if "answer" not in row:
-        raise ValueError(
-            f"the column 'answer' is missing, and scorer '{scorer}' needs it; the line has {sorted(row)}"
-        )
+        raise ValueError(f"the column 'answer' is missing, and scorer '{scorer}' needs it; the line has {sorted(row)}")
     answer = row["answer"]
     if scorer == "numeric":
         try:

@@ -165,9 +165,7 @@ def _first_fit(rows: list[int], order: list[int], capacity: int) -> int:
     return len(room)
 
 
-def _balance(
-    rows: list[int], costs: list[float], order: list[int], count: int, capacity: int
-) -> list[_Bin] | None:
+def _balance(rows: list[int], costs: list[float], order: list[int], count: int, capacity: int) -> list[_Bin] | None:
     """Each sequence, costliest first, into the cheapest of ``count`` bins that has room; None when none
     has."""
     bins = [_Bin(number) for number in range(count)]
@@ -203,8 +201,8 @@ def build_batch(
     """The tensors of one microbatch. Shifts are made here, before the rows are dealt out to context-parallel
     ranks.
 
-    ``fill_to``: rows of the whole pack (``packed_rows`` of the largest one); documents of padding make up what is missing.
-    Under a pipeline all microbatches have the same rows, and one may hold nothing else.
+    ``fill_to``: rows of the whole pack (``packed_rows`` of the largest one); documents of padding make up what is
+    missing. Under a pipeline all microbatches have the same rows, and one may hold nothing else.
 
     Raises:
         RunError: no sequence, an empty prompt, or another number of log-probabilities than of response

@@ -129,16 +129,13 @@ def _checked_args(task: str, config_class: type, args: dict[str, Any]) -> dict[s
     for name, value in args.items():
         if name in ("seed", "size"):
             raise ConfigError(
-                f"environment.args.{name} cannot be set: items follow from the run's seed, and the stream is "
-                "endless."
+                f"environment.args.{name} cannot be set: items follow from the run's seed, and the stream is endless."
             )
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"Did you mean '{near[0]}'?" if near else ""
             settings = ", ".join(n for n in known if n not in ("seed", "size"))
-            raise ConfigError(
-                f"environment.args.{name}: '{task}' has no such setting. {hint} It has: {settings}."
-            )
+            raise ConfigError(f"environment.args.{name}: '{task}' has no such setting. {hint} It has: {settings}.")
         kind = hints.get(name)
         if isinstance(kind, type) and issubclass(kind, enum.Enum) and not isinstance(value, kind):
             values = [member.value for member in kind]

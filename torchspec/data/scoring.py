@@ -113,9 +113,7 @@ def read_score(value: Any) -> tuple[float, dict[str, float]]:
 def _number(value: Any, what: str) -> float:
     # numpy's and torch's scalars are no numbers.Real, all of them, but say what they are by __float__.
     if not isinstance(value, Real) and not hasattr(value, "__float__"):
-        raise TypeError(
-            f"{what} is {value!r}, a {type(value).__name__}; a number or a dict of numbers is needed"
-        )
+        raise TypeError(f"{what} is {value!r}, a {type(value).__name__}; a number or a dict of numbers is needed")
     number = float(value)
     if not math.isfinite(number):
         raise ValueError(f"{what} is {number}, which is not finite")
@@ -159,9 +157,7 @@ def _call_with_alarm(function: Callable[[], Any], timeout_s: float) -> Any:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, old_handler)
         if old_left:  # a test runner's watchdog, say: it goes on as if nothing had been
-            signal.setitimer(
-                signal.ITIMER_REAL, max(1e-3, old_left - (time.monotonic() - started)), old_interval
-            )
+            signal.setitimer(signal.ITIMER_REAL, max(1e-3, old_left - (time.monotonic() - started)), old_interval)
     if fired:
         raise TimeoutError(_overran(timeout_s))
     return result

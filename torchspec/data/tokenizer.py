@@ -53,9 +53,7 @@ def load_tokenizer(config: EnvironmentConfig, policy_path: str) -> Any:
         )
     setting = "environment.tokenizer" if config.tokenizer else "policy.path"
     if not Path(folder).is_dir():
-        raise ConfigError(
-            f"{setting} = '{folder}' is no folder; a Hugging Face folder with a tokenizer is needed."
-        )
+        raise ConfigError(f"{setting} = '{folder}' is no folder; a Hugging Face folder with a tokenizer is needed.")
     from transformers import AutoTokenizer
 
     try:
@@ -109,9 +107,7 @@ def encode_prompt(tokenizer: Any, item: Item, system_prompt: str = "") -> list[i
             tokenizer cannot represent: the unknown token, or (with the character tokenizer) the name of a
             special token.
     """
-    messages = (
-        [{"role": "user", "content": item.prompt}] if isinstance(item.prompt, str) else list(item.prompt)
-    )
+    messages = [{"role": "user", "content": item.prompt}] if isinstance(item.prompt, str) else list(item.prompt)
     if system_prompt and not (messages and messages[0]["role"] == "system"):
         messages = [{"role": "system", "content": system_prompt}, *messages]
     if not any(message["content"].strip() for message in messages):

@@ -189,9 +189,7 @@ def load_draft_class(name: str) -> type[Draft]:
         )
     found = load_object(REGISTRY.get(name, name))
     if not (isinstance(found, type) and issubclass(found, Draft)):
-        raise ConfigError(
-            f"draft.algorithm {name!r} is {found!r}, not a subclass of torchspec.draft.base.Draft."
-        )
+        raise ConfigError(f"draft.algorithm {name!r} is {found!r}, not a subclass of torchspec.draft.base.Draft.")
     return found
 
 

@@ -21,9 +21,11 @@ class DraftConfig:
     ttt_steps: int = 3
     """Passes K of the unroll (training-time test). Serve with num_speculative_tokens up to about this."""
     tap_ids: tuple[int, ...] = ()
-    """Tap ids, ascending: id i is the residual stream entering decoder layer i (0 = embeddings, L = after the last layer). Empty: (2, L//2, L-3) where these differ, else (1, L//2, L-1)."""
+    """Tap ids, ascending: id i is the residual stream entering decoder layer i (0 = embeddings, L = after the last
+    layer). Empty: (2, L//2, L-3) where these differ, else (1, L//2, L-1)."""
     vocab_size: int = 0
-    """Draft vocabulary Vd; 0 uses the policy's full vocabulary, smaller keeps the Vd tokens most frequent in sample data (d2t is exported)."""
+    """Draft vocabulary Vd; 0 uses the policy's full vocabulary, smaller keeps the Vd tokens most frequent in sample
+    data (d2t is exported)."""
     num_heads: int = 0
     """Query heads; 0 takes the policy's."""
     num_kv_heads: int = 0
@@ -33,7 +35,8 @@ class DraftConfig:
     intermediate_size: int = 0
     """Feed-forward width; 0 takes the policy's."""
     norm_before_residual: bool = False
-    """Carry the normed hidden state as the residual instead of the raw one (EAGLE-3 checkpoints of both kinds exist)."""
+    """Carry the normed hidden state as the residual instead of the raw one (EAGLE-3 checkpoints of both kinds
+    exist)."""
     objective: Literal["forward_kl", "reverse_kl", "jsd", "tv", "lk", "lk_hybrid", "hard_ce"] = "forward_kl"
     """Distillation objective; forward_kl is soft cross-entropy against the policy's distribution."""
     temperature: float = 1.0
@@ -56,8 +59,8 @@ class DraftConfig:
     """Under a pipeline: the stage beside which the draft lives; -1 is the last, where the policy's head is. Another one
     needs schedule = deferred."""
     schedule: Literal["inline", "deferred"] = "inline"
-    """Under a pipeline: inline trains the draft in its stage's forward; deferred keeps the taps and fills the time in which
-    its rank would wait for the others. The gradients are the same."""
+    """Under a pipeline: inline trains the draft in its stage's forward; deferred keeps the taps and fills the time in
+    which its rank would wait for the others. The gradients are the same."""
     compile: bool = False
     """torch.compile the draft's unroll."""
     args: dict[str, Any] = field(default_factory=dict)

@@ -83,9 +83,7 @@ def read_weights(folder: str | Path) -> dict[str, Tensor]:
 
     paths = sorted(Path(folder).glob("*.safetensors"))
     if not paths:
-        raise ConfigError(
-            f"The draft folder {folder} has no *.safetensors file (other formats are not read)."
-        )
+        raise ConfigError(f"The draft folder {folder} has no *.safetensors file (other formats are not read).")
     weights: dict[str, Tensor] = {}
     for path in paths:
         try:
@@ -128,7 +126,5 @@ def check_census(
         problems.append("wrong shape: " + ", ".join(wrong))
     if problems:
         raise ConfigError(
-            f"The draft weights in {folder} do not fit its config.json and the policy; "
-            + "; ".join(problems)
-            + "."
+            f"The draft weights in {folder} do not fit its config.json and the policy; " + "; ".join(problems) + "."
         )

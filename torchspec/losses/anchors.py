@@ -48,9 +48,7 @@ def teacher_anchors(layout, mask_T: Tensor, num_passes: int) -> Tensor:
         int64 [K, T]; -1 where a teacher row teaches nobody.
     """
     if layout.cp_size != 1:
-        raise ValueError(
-            "teacher_anchors needs all rows on this rank; under context parallelism use teacher_table."
-        )
+        raise ValueError("teacher_anchors needs all rows on this rank; under context parallelism use teacher_table.")
     rows = mask_T.shape[0]
     row_T = torch.arange(rows, device=mask_T.device)
     # Row ids are shifted as id + 1, since a shift past the document's end gives 0. Rows without a teacher are
@@ -81,9 +79,7 @@ def teacher_table(layout, hidden_TE: Tensor, mask_T: Tensor, num_passes: int) ->
     column_of[global_T] = torch.arange(rows, device=hidden_TE.device)
     tables, total = [hidden_TE.detach()], rows
     for k in range(num_passes):
-        shifted_TE = layout.shift(
-            hidden_TE.detach(), 1 + k
-        )  # every rank takes part, also one that needs nothing
+        shifted_TE = layout.shift(hidden_TE.detach(), 1 + k)  # every rank takes part, also one that needs nothing
         wanted = (source_KT[k] >= 0) & (column_of[source_KT[k].clamp_min(0)] < 0)
         at = wanted.nonzero().squeeze(1)
         column_of[source_KT[k][at]] = total + torch.arange(at.numel(), device=at.device)

@@ -11,9 +11,9 @@ class RLConfig:
     """GRPO and its common variants.
 
     The batch algebra: a step samples prompts_per_step x samples_per_prompt sequences. Their groups are split into
-    updates_per_rollout parts, one optimizer step each. The sequences of a part are packed by tokens into microbatches of at
-    most train.tokens_per_microbatch; gradients accumulate over the microbatches and are normalised once, by the whole
-    part's count. A sequence that could not fit a microbatch is refused at start.
+    updates_per_rollout parts, one optimizer step each. The sequences of a part are packed by tokens into microbatches
+    of at most train.tokens_per_microbatch; gradients accumulate over the microbatches and are normalised once, by the
+    whole part's count. A sequence that could not fit a microbatch is refused at start.
     """
 
     prompts_per_step: int = 16
@@ -21,7 +21,8 @@ class RLConfig:
     samples_per_prompt: int = 8
     """Sampled responses of each prompt; a group's advantage compares them."""
     updates_per_rollout: int = 1
-    """Optimizer steps on one rollout. With 1 the ratio's old log-probabilities are the new ones, detached; with more, one no-grad pass makes them first."""
+    """Optimizer steps on one rollout. With 1 the ratio's old log-probabilities are the new ones, detached; with more,
+    one no-grad pass makes them first."""
     advantage: Literal["group_std", "group_mean", "leave_one_out"] = "group_std"
     """(r - mean)/std of the group, r - mean, or r minus the mean of the others."""
     loss_norm: Literal["token", "sequence", "constant"] = "token"

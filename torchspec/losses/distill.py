@@ -73,9 +73,7 @@ class _DistillFunction(torch.autograd.Function):
     """Runs the sweep in the forward and hands its gradients out, scaled, in the backward."""
 
     @staticmethod
-    def forward(
-        ctx, options, optional, teacher_hidden, teacher_head, anchors, weight_K, student_head, *student_hidden
-    ):
+    def forward(ctx, options, optional, teacher_hidden, teacher_head, anchors, weight_K, student_head, *student_hidden):
         need_hidden = any(ctx.needs_input_grad[7:])
         need_head = ctx.needs_input_grad[6]
         stats_4K, scalars_3, grad_hidden, grad_head = distill_sweep(
@@ -192,9 +190,7 @@ def _pass_scales(pass_weights: tuple[float, ...], counts_K: Tensor, anchors_KR: 
     """[K] fp64: alpha_k / sum_j alpha_j count_j, 0 when nothing counts anywhere."""
     passes = anchors_KR.shape[0]
     if tuple(counts_K.shape) != (passes,):
-        raise ValueError(
-            f"counts_K must hold one number for each of {passes} passes; got {tuple(counts_K.shape)}."
-        )
+        raise ValueError(f"counts_K must hold one number for each of {passes} passes; got {tuple(counts_K.shape)}.")
     if pass_weights and len(pass_weights) != passes:
         raise ValueError(f"pass_weights has {len(pass_weights)} numbers for {passes} passes.")
     weights = tuple(pass_weights) or (1.0,) * passes
@@ -203,9 +199,7 @@ def _pass_scales(pass_weights: tuple[float, ...], counts_K: Tensor, anchors_KR: 
     return torch.where(total > 0, alpha_K / total.clamp_min(torch.finfo(torch.float64).tiny), 0.0)
 
 
-def _check_options(
-    options: dict, draft_sampling: str, target_ids: Tensor | None, student: LogitTransform
-) -> None:
+def _check_options(options: dict, draft_sampling: str, target_ids: Tensor | None, student: LogitTransform) -> None:
     objective, tau = options["objective"], options["sampling_temperature"]
     if objective not in OBJECTIVES:
         known = ", ".join(sorted(OBJECTIVES))
@@ -233,9 +227,7 @@ def _check_shapes(teacher_hidden, teacher_head, student_hidden, student_head, an
         *(("student", h, student_head) for h in student_hidden),
     ):
         if hidden.shape[1] != head.shape[1]:
-            raise ValueError(
-                f"The {name}'s hidden {tuple(hidden.shape)} and head {tuple(head.shape)} differ in width."
-            )
+            raise ValueError(f"The {name}'s hidden {tuple(hidden.shape)} and head {tuple(head.shape)} differ in width.")
 
 
 def _check_vocabulary(teacher_head, student_head, d2t, vocab_group) -> None:

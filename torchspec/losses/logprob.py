@@ -89,9 +89,7 @@ class _Head:
         self.comm = VocabComm(vocab_group, [head.shape[0], head.shape[0]], hidden.device)
         rows = (targets >= 0).nonzero().squeeze(1)
         if rows.numel() and int(targets.max()) >= self.comm.totals[0]:
-            raise ValueError(
-                f"Target {int(targets.max())} is outside the vocabulary of {self.comm.totals[0]}."
-            )
+            raise ValueError(f"Target {int(targets.max())} is outside the vocabulary of {self.comm.totals[0]}.")
         n = max(1, min(chunk_rows, rows.numel()))
         self.buffer = torch.empty(n, head.shape[0], dtype=self.dtype, device=hidden.device)
         self.chunks = rows.split(n) if rows.numel() else ()
@@ -127,9 +125,7 @@ def _forward(
     """(logp_T, entropy_T, lse_T)"""
     work = _Head(hidden, head, targets, bias, temperature, chunk_rows, scale, softcap, vocab_group)
     comm = work.comm
-    logp, entropy, lse = (
-        torch.zeros(targets.shape[0], dtype=work.dtype, device=hidden.device) for _ in range(3)
-    )
+    logp, entropy, lse = (torch.zeros(targets.shape[0], dtype=work.dtype, device=hidden.device) for _ in range(3))
     for rows, y in work.blocks():
         picked = comm.pick(y, torch.arange(rows.numel(), device=rows.device), targets[rows], head=0)
         top = comm.max(row_amax(y))

@@ -79,9 +79,7 @@ def advantages(rewards_PS: Tensor, kind: str, valid_PS: Tensor | None = None) ->
     elif kind == "leave_one_out":
         adv = centred * n / (n - 1).clamp_min(1)
     else:
-        raise ValueError(
-            f"Advantage kind {kind!r} is unknown; choose group_std, group_mean or leave_one_out."
-        )
+        raise ValueError(f"Advantage kind {kind!r} is unknown; choose group_std, group_mean or leave_one_out.")
     return torch.where(live[:, None], adv, 0.0).float(), live
 
 
@@ -90,9 +88,7 @@ def policy_counts(mask_T: Tensor, seq_ids_T: Tensor) -> Tensor:
     ranks.
     """
     mask = mask_T.bool()
-    per_seq = torch.zeros(mask.numel() + 1, device=mask.device).index_add_(
-        0, _local_ids(seq_ids_T, mask), mask.float()
-    )
+    per_seq = torch.zeros(mask.numel() + 1, device=mask.device).index_add_(0, _local_ids(seq_ids_T, mask), mask.float())
     return torch.stack([mask.sum().double(), (per_seq > 0).sum().double()])
 
 
@@ -113,9 +109,7 @@ class _Segments:
 
     def expand_sum(self, x_T: Tensor) -> Tensor:
         """For every token, the sum of x over its sequence."""
-        sums = torch.zeros(self.ids.numel() + 1, dtype=self.dtype, device=x_T.device).index_add(
-            0, self.ids, x_T
-        )
+        sums = torch.zeros(self.ids.numel() + 1, dtype=self.dtype, device=x_T.device).index_add(0, self.ids, x_T)
         return sums[self.ids]
 
 

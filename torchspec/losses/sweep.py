@@ -100,28 +100,20 @@ class _Sweep:
 
     def _map_vocabulary(self, d2t, targets) -> None:
         comm = self.comm
-        self.policy_ids = self.draft_of_target = (
-            None  # [D] policy token of each draft token, and its inverse [V]
-        )
+        self.policy_ids = self.draft_of_target = None  # [D] policy token of each draft token, and its inverse [V]
         if d2t is not None:
             if d2t.numel() != comm.totals[1]:
                 raise ValueError(f"d2t has {d2t.numel()} entries for a draft vocabulary of {comm.totals[1]}.")
             self.policy_ids = torch.arange(d2t.numel(), device=self.device) + d2t
-            if d2t.numel() and not (
-                0 <= int(self.policy_ids.min()) and int(self.policy_ids.max()) < comm.totals[0]
-            ):
-                raise ValueError(
-                    "d2t points outside the policy's vocabulary; entry i must hold target_id - i."
-                )
+            if d2t.numel() and not (0 <= int(self.policy_ids.min()) and int(self.policy_ids.max()) < comm.totals[0]):
+                raise ValueError("d2t points outside the policy's vocabulary; entry i must hold target_id - i.")
             self.draft_of_target = draft_index_of_target(d2t, comm.totals[0])
         elif comm.totals[0] != comm.totals[1] or comm.offsets[0] != comm.offsets[1]:
             raise ValueError("Without d2t both heads must be split over the ranks in the same way.")
         self.hard_targets = None
         if self.options.objective == "hard_ce":
             self.hard_targets = (
-                targets
-                if d2t is None
-                else torch.where(targets >= 0, self.draft_of_target[targets.clamp_min(0)], -1)
+                targets if d2t is None else torch.where(targets >= 0, self.draft_of_target[targets.clamp_min(0)], -1)
             )
 
     # -- the teacher -----------------------------------------------------------------------------------------
@@ -191,9 +183,7 @@ class _Sweep:
 
     # -- the student -----------------------------------------------------------------------------------------
 
-    def student(
-        self, k: int, chunk: _TeacherChunk, buffer_nD: Tensor, need: tuple[bool, bool], weight: float
-    ):
+    def student(self, k: int, chunk: _TeacherChunk, buffer_nD: Tensor, need: tuple[bool, bool], weight: float):
         """One pass on one chunk: (anchors_m, loss_m, top1_m, accept_m, counted_m, grad_hidden_mE or None)."""
         o, comm = self.options, self.comm
         taught = self.anchors[k, chunk.rows]
@@ -249,9 +239,7 @@ class _Sweep:
             p = self._subset(chunk.logits[rows]).div(tau).sub_(chunk.sampling_lse[rows][:, None]).exp_()
         return self.comm.sum(torch.minimum(p, q).sum(-1))
 
-    def _backward(
-        self, grad_mD: Tensor, hidden_mE: Tensor, need: tuple[bool, bool], weight: float
-    ) -> Tensor | None:
+    def _backward(self, grad_mD: Tensor, hidden_mE: Tensor, need: tuple[bool, bool], weight: float) -> Tensor | None:
         need_hidden, need_head = need
         grad = grad_mD.to(hidden_mE.dtype)
         if need_head and weight and grad.shape[0]:
@@ -283,12 +271,8 @@ class _Sweep:
             chunk = self.teacher(rows[start : start + n], buffers)
             finite_R[start : start + n] = torch.isfinite(chunk.sampling_lse)
             for k in range(passes):
-                anchor, loss, top1, accept, counted, grad = self.student(
-                    k, chunk, buffers["student"], need, weights[k]
-                )
-                picked = torch.stack(
-                    [loss.double(), torch.ones_like(loss).double(), top1.double(), accept.double()]
-                )
+                anchor, loss, top1, accept, counted, grad = self.student(k, chunk, buffers["student"], need, weights[k])
+                picked = torch.stack([loss.double(), torch.ones_like(loss).double(), top1.double(), accept.double()])
                 stats[:, k] += torch.where(counted, picked, 0.0).sum(1)
                 accept_KT[k, anchor] = torch.where(counted, accept.double(), -1.0)
                 if grad is not None:
@@ -312,10 +296,7 @@ class _Sweep:
         widths = {"teacher": vocab, "student": draft}
         if not self.in_place and self.form != "none":
             widths["target"] = draft
-        return {
-            name: torch.empty(n, width, dtype=self.dtype, device=self.device)
-            for name, width in widths.items()
-        }
+        return {name: torch.empty(n, width, dtype=self.dtype, device=self.device) for name, width in widths.items()}
 
     def _check_anchors(self, students: int) -> None:
         """Each student row has one teacher row in a pass; gradients are written on that ground, not added."""

@@ -27,8 +27,8 @@ def lr_factor(config: OptimizerConfig, step: int, total_steps: int) -> float:
 class Optimizer:
     """AdamW over named parameters, with the schedule and the clip of its config.
 
-    Weight decay reaches matrices only. The schedule moves when ``step`` is called, so a skipped step does not use it up.
-    State is kept by name, so that ranks that hold other parts of the model can read it.
+    Weight decay reaches matrices only. The schedule moves when ``step`` is called, so a skipped step does not use it
+    up. State is kept by name, so that ranks that hold other parts of the model can read it.
 
     Args:
         named: name -> parameter; those without requires_grad are left out.

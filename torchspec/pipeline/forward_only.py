@@ -28,12 +28,11 @@ def forward_only_schedule(name: str, stages: Sequence[Any], num_microbatches: in
 
     rank_of_stages(name, stages[0].group_size, len(stages))  # refuses what the schedule does not take
     if takes_one_stage(name):
-        # No loss function: its backward half does nothing. But for scale_grads it would divide the gradients that are there.
+        # No loss function: its backward half does nothing. But for scale_grads it would divide the gradients that are
+        # there.
         return ScheduleGPipe(stages[0], num_microbatches, scale_grads=False)
     schedule = get_schedule_class(name)(list(stages), num_microbatches, scale_grads=False)
     for rank, order in schedule.pipeline_order_with_comms.items():
         flat = [part for entry in order for part in entry.sub_actions or (entry,)]
-        schedule.pipeline_order_with_comms[rank] = [
-            part for part in flat if part.computation_type.value in _KEPT
-        ]
+        schedule.pipeline_order_with_comms[rank] = [part for part in flat if part.computation_type.value in _KEPT]
     return schedule

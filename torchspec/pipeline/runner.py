@@ -1,8 +1,8 @@
 """Runs packed microbatches through the stages of this rank, with the draft beside the schedule.
 
-The number of microbatches and their rows change from one optimizer step to the next, and a torch schedule has both fixed:
-a ``Run`` (schedule, stages of torch over the same modules, tap channel) is made for each pair that comes up and the newest
-are kept. The links under the channels are made once.
+The number of microbatches and their rows change from one optimizer step to the next, and a torch schedule has both
+fixed: a ``Run`` (schedule, stages of torch over the same modules, tap channel) is made for each pair that comes up and
+the newest are kept. The links under the channels are made once.
 
 Legend: T rows of a microbatch on this rank, E hidden size, M microbatches.
 """
@@ -48,7 +48,9 @@ def fit_microbatches(config: PipelineConfig, at_least: int) -> int:
             return count
         except ConfigError as error:
             reason = reason or error
-    raise ConfigError(f"pipeline.schedule = '{config.schedule}' takes no number of microbatches near {at_least}: {reason}")
+    raise ConfigError(
+        f"pipeline.schedule = '{config.schedule}' takes no number of microbatches near {at_least}: {reason}"
+    )
 
 
 class PipelineRunner:
@@ -142,7 +144,9 @@ class PipelineRunner:
 class Run:
     """A schedule for M microbatches of T rows, on stage objects of its own."""
 
-    def __init__(self, runner: PipelineRunner, num_microbatches: int, num_rows: int, train: bool, with_taps: bool) -> None:
+    def __init__(
+        self, runner: PipelineRunner, num_microbatches: int, num_rows: int, train: bool, with_taps: bool
+    ) -> None:
         from torch.distributed.pipelining.schedules import get_schedule_class
 
         self.runner, self.train = runner, train
@@ -150,7 +154,10 @@ class Run:
         stages = [self._stage(index, module, num_rows) for index, module in sorted(runner.stages.items())]
         if train:
             schedule = get_schedule_class(config.schedule)(
-                stages[0] if takes_one_stage(config.schedule) else stages, num_microbatches, loss_fn=self._loss, scale_grads=False
+                stages[0] if takes_one_stage(config.schedule) else stages,
+                num_microbatches,
+                loss_fn=self._loss,
+                scale_grads=False,
             )
         else:
             schedule = forward_only_schedule(config.schedule, stages, num_microbatches)
@@ -172,7 +179,9 @@ class Run:
         from torch.distributed.pipelining import PipelineStage
 
         runner = self.runner
-        rows = torch.empty(1, num_rows, runner.width, dtype=runner.dtype, device=runner.device, requires_grad=self.train)
+        rows = torch.empty(
+            1, num_rows, runner.width, dtype=runner.dtype, device=runner.device, requires_grad=self.train
+        )
         tokens = torch.empty(num_rows, dtype=torch.int64, device=runner.device)
         return PipelineStage(
             module,

@@ -115,9 +115,7 @@ def rank_of_stages(name: str, num_ranks: int, stages_per_rank: int = 0) -> tuple
 
 
 @cache
-def schedule_table(
-    name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int = 0
-) -> ScheduleTable:
+def schedule_table(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int = 0) -> ScheduleTable:
     """The table of schedule ``name``, without processes.
 
     Raises ConfigError where the schedule does not accept ``num_microbatches`` (torch's own sentence says
@@ -126,8 +124,7 @@ def schedule_table(
     stage_to_rank = rank_of_stages(name, num_ranks, stages_per_rank)
     if num_microbatches < 1 or num_ranks < 1:
         raise ConfigError(
-            f"A pipeline needs at least one rank and one microbatch, not {num_ranks} and "
-            f"{num_microbatches}."
+            f"A pipeline needs at least one rank and one microbatch, not {num_ranks} and {num_microbatches}."
         )
     if _STYLES[name] == "single":
         return _single_table(name, num_ranks, num_microbatches)
@@ -150,7 +147,7 @@ def schedule_table(
         schedule = get_schedule_class(name)(stages, num_microbatches, loss_fn=lambda output, target: output)
     except ValueError as error:
         raise ConfigError(
-            f"{name} with {num_ranks} ranks does not take {num_microbatches} microbatches: " f"{error}"
+            f"{name} with {num_ranks} ranks does not take {num_microbatches} microbatches: {error}"
         ) from error
     return _lowered_table(name, schedule)
 
@@ -205,9 +202,7 @@ def _single_table(name: str, num_ranks: int, num_microbatches: int) -> ScheduleT
             f"{num_ranks} ranks; GPipe takes any number."
         )
     write = _gpipe_steps if name == "GPipe" else _1f1b_steps
-    steps = tuple(
-        tuple(step for step in write(rank, num_ranks, num_microbatches) if step) for rank in range(num_ranks)
-    )
+    steps = tuple(tuple(step for step in write(rank, num_ranks, num_microbatches) if step) for rank in range(num_ranks))
     return ScheduleTable(name, num_ranks, num_ranks, num_microbatches, tuple(range(num_ranks)), steps)
 
 

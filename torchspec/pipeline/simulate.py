@@ -70,9 +70,7 @@ def costs_from(table: Mapping[str, float]) -> Costs:
         if found is None and action.kind in "IW" and cost("B") is not None:
             found = cost("B") / 2
         if found is None:
-            raise KeyError(
-                f"no cost is given for {action}: write '{action.kind}' or '{action.stage}{action.kind}'"
-            )
+            raise KeyError(f"no cost is given for {action}: write '{action.kind}' or '{action.stage}{action.kind}'")
         return found
 
     return Costs(compute, table.get("p2p", 0.0), table.get("tap", 0.0), table.get("draft", 0.0))
@@ -165,9 +163,7 @@ class Machine:
         self.clock = [0.0] * table.num_ranks
         self.spans: list[Span] = []
         self.last_action_end: dict[int, float] = {}
-        self.queues: dict[tuple[int, int], list[_Batch]] = defaultdict(
-            list
-        )  # (rank, peer) -> what rank posted
+        self.queues: dict[tuple[int, int], list[_Batch]] = defaultdict(list)  # (rank, peer) -> what rank posted
         self.head: dict[tuple[int, int], int] = defaultdict(int)
         self.posted_at: dict[Action, float] = {}  # buffered only
         self.done: dict[Action, float] = {}  # sends and receives that are complete -> when
@@ -225,9 +221,7 @@ class Machine:
         before = action.stage - 1 if action.kind == "F" else action.stage + 1
         if before == self.table.num_stages:
             return self.clock[rank]
-        if (
-            self.table.stage_to_rank[before] == rank
-        ):  # handed over by a function call: program order must provide it
+        if self.table.stage_to_rank[before] == rank:  # handed over by a function call: program order must provide it
             kinds = ("F",) if action.kind == "F" else ("B", "I")
             times = [
                 self.computed[key]
@@ -237,9 +231,7 @@ class Machine:
             if not times:
                 raise ScheduleError(f"rank {rank} runs {action} before its own stage {before} gave the input")
             return self.clock[rank]
-        arrival = self.done.get(
-            Action("RECV_F" if action.kind == "F" else "RECV_B", action.stage, action.microbatch)
-        )
+        arrival = self.done.get(Action("RECV_F" if action.kind == "F" else "RECV_B", action.stage, action.microbatch))
         return None if arrival is None else max(self.clock[rank], arrival)
 
     def _do_post(self, rank: int, step: Step) -> bool:
@@ -360,9 +352,7 @@ class Machine:
         assert self.taps is not None
         for stage in (*self.taps.slots, *self.taps.local_stages):
             if len(self.freed[stage]) != m:
-                raise ScheduleError(
-                    f"microbatch {m} of stage {stage} is freed where {len(self.freed[stage])} is next"
-                )
+                raise ScheduleError(f"microbatch {m} of stage {stage} is freed where {len(self.freed[stage])} is next")
             self.freed[stage].append(self.clock[rank])
         for source_rank in self.taps.links:
             self._deliver(source_rank)
@@ -379,9 +369,7 @@ def _counterpart(action: Action) -> Action:
     """The receive that a send meets, and the other way round."""
     if action.kind in SEND_KINDS:
         forward = action.kind == "SEND_F"
-        return Action(
-            "RECV_F" if forward else "RECV_B", action.stage + (1 if forward else -1), action.microbatch
-        )
+        return Action("RECV_F" if forward else "RECV_B", action.stage + (1 if forward else -1), action.microbatch)
     assert action.kind in RECEIVE_KINDS
     forward = action.kind == "RECV_F"
     return Action("SEND_F" if forward else "SEND_B", action.stage - (1 if forward else -1), action.microbatch)
@@ -418,7 +406,5 @@ def in_flight_maximum(table: ScheduleTable, taps: TapFlow) -> dict[int, int]:
     machine.hold_get = table.num_microbatches
     machine.run()
     if not machine.finished():
-        raise ScheduleError(
-            f"{table.name} waits for ever even without a bound on the slots: {machine.stuck()}"
-        )
+        raise ScheduleError(f"{table.name} waits for ever even without a bound on the slots: {machine.stuck()}")
     return dict(most)

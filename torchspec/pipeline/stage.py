@@ -166,8 +166,7 @@ class CoTrainPipeline:
         for name in (*_COMPUTE_METHODS, *_MESSAGE_METHODS):
             if not callable(getattr(stage, name, None)):
                 raise PipelineError(
-                    f"{type(stage).__name__} has no {name}: this is not a stage of the torch that was read "
-                    "(2.13)."
+                    f"{type(stage).__name__} has no {name}: this is not a stage of the torch that was read (2.13)."
                 )
         forward, backward, weight = (getattr(stage, name) for name in _COMPUTE_METHODS)
 
@@ -217,15 +216,12 @@ class CoTrainPipeline:
                 self._run_kept(early)
             self._inside = None
 
-    def _logged(
-        self, kind: str, stage: Any, operations_of: Callable[[int], list[dist.P2POp]]
-    ) -> Callable[[int], Any]:
+    def _logged(self, kind: str, stage: Any, operations_of: Callable[[int], list[dist.P2POp]]) -> Callable[[int], Any]:
         def operations(m: int) -> list[dist.P2POp]:
             made = operations_of(m)
             assert self.log is not None
             messages = tuple(
-                (op.op.__name__, op.group_peer, tuple(op.tensor.shape), str(op.tensor.dtype), op.tag)
-                for op in made
+                (op.op.__name__, op.group_peer, tuple(op.tensor.shape), str(op.tensor.dtype), op.tag) for op in made
             )
             self.log.append((kind, stage.stage_index, m, messages))
             return made
@@ -327,11 +323,7 @@ class CoTrainPipeline:
                     f"that stage {action.stage} takes from stage {peer_stage} on rank "
                     f"{self.table.stage_to_rank[peer_stage]}"
                 )
-        cause = (
-            "the deadline of the pipeline's group has passed"
-            if "Timed out" in str(error)
-            else "a rank has ended"
-        )
+        cause = "the deadline of the pipeline's group has passed" if "Timed out" in str(error) else "a rank has ended"
         return PipelineStalled(
             f"Rank {self.rank} (stages {self.table.stages_of(self.rank)}) waited {place}, {seconds:.1f} s "
             f"into the step: {cause}. See the first error of the other ranks."

@@ -89,16 +89,12 @@ class TapChannel:
         self.wait_seconds = 0.0
         """Time that puts and gets of this rank have waited so far."""
         self._place = {
-            (link, message): index
-            for link, order in plan.links.items()
-            for index, message in enumerate(order)
+            (link, message): index for link, order in plan.links.items() for index, message in enumerate(order)
         }
         self._slots: dict[int, Tensor] = {}
         if self.is_draft:
             self._slots = {
-                stage: torch.empty(
-                    count, len(plan.taps_of[stage]), num_rows, width, dtype=dtype, device=device
-                )
+                stage: torch.empty(count, len(plan.taps_of[stage]), num_rows, width, dtype=dtype, device=device)
                 for stage, count in plan.slots.items()
             }
         # Header memory lives as long as the channel: one row per message of a link.
@@ -196,9 +192,7 @@ class TapChannel:
         arrived."""
         due = self.plan.table.num_microbatches
         put_short = {
-            s: n
-            for s, n in self._num_put.items()
-            if n != due and self.plan.table.stage_to_rank[s] == self.rank
+            s: n for s, n in self._num_put.items() if n != due and self.plan.table.stage_to_rank[s] == self.rank
         }
         if put_short or (self.is_draft and self._num_freed != due):
             raise PipelineError(
@@ -272,24 +266,15 @@ class TapChannel:
 
     def _check_put(self, stage: int, microbatch: int, taps: Mapping[int, Tensor]) -> None:
         if stage not in self.plan.taps_of or self.plan.table.stage_to_rank[stage] != self.rank:
-            raise PipelineError(
-                f"Rank {self.rank} puts taps of stage {stage}, which is no source of its own."
-            )
+            raise PipelineError(f"Rank {self.rank} puts taps of stage {stage}, which is no source of its own.")
         if microbatch != self._num_put[stage]:
-            raise PipelineError(
-                f"Stage {stage} puts microbatch {microbatch} where {self._num_put[stage]} is next."
-            )
+            raise PipelineError(f"Stage {stage} puts microbatch {microbatch} where {self._num_put[stage]} is next.")
         if tuple(sorted(taps)) != self.plan.taps_of[stage]:
             raise PipelineError(
-                f"Stage {stage} puts the taps {tuple(sorted(taps))}; the plan says "
-                f"{self.plan.taps_of[stage]}."
+                f"Stage {stage} puts the taps {tuple(sorted(taps))}; the plan says {self.plan.taps_of[stage]}."
             )
         for tap, tensor in taps.items():
-            if (
-                tuple(tensor.shape) != (self.num_rows, self.width)
-                or tensor.dtype != self.dtype
-                or tensor.requires_grad
-            ):
+            if tuple(tensor.shape) != (self.num_rows, self.width) or tensor.dtype != self.dtype or tensor.requires_grad:
                 raise PipelineError(
                     f"Tap {tap} of stage {stage} is {tuple(tensor.shape)} {tensor.dtype}, requires_grad="
                     f"{tensor.requires_grad}; the channel carries ({self.num_rows}, {self.width}) "
@@ -340,9 +325,7 @@ def open_links(
                 backend="nccl" if device.type == "cuda" else "gloo",
             )
             if here in pair:
-                links[source] = (
-                    NcclTransport(group, device) if device.type == "cuda" else GlooTransport(group)
-                )
+                links[source] = NcclTransport(group, device) if device.type == "cuda" else GlooTransport(group)
     is_draft = rank == plan.draft_rank
     for source, link in links.items():
         peer = source if is_draft else plan.draft_rank

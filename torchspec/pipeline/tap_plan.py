@@ -75,10 +75,7 @@ class TapPlan:
     def slot_bytes(self, num_rows: int, width: int, itemsize: int) -> int:
         """Memory of all slots on the draft's rank, by the formula on top of this file."""
         return (
-            sum(count * len(self.taps_of[stage]) for stage, count in self.slots.items())
-            * num_rows
-            * width
-            * itemsize
+            sum(count * len(self.taps_of[stage]) for stage, count in self.slots.items()) * num_rows * width * itemsize
         )
 
 
@@ -105,18 +102,14 @@ def make_tap_plan(
     last = table.num_stages - 1
     draft_stage = last if draft_stage == -1 else draft_stage
     if not 0 <= draft_stage <= last:
-        raise ConfigError(
-            f"draft.stage = {draft_stage}: the pipeline has the stages 0 to {last}; -1 is the last."
-        )
+        raise ConfigError(f"draft.stage = {draft_stage}: the pipeline has the stages 0 to {last}; -1 is the last.")
     if draft_schedule not in ("inline", "deferred"):
         raise ConfigError(f"draft.schedule = '{draft_schedule}' is not known; write 'inline' or 'deferred'.")
     if not stage_of_tap:
         raise ConfigError("The draft asks for no taps; it needs at least the token embeddings, tap 0.")
     for tap, stage in stage_of_tap.items():
         if not 0 <= stage <= last:
-            raise ConfigError(
-                f"Tap {tap} is said to come from stage {stage}; the pipeline has the stages 0 to {last}."
-            )
+            raise ConfigError(f"Tap {tap} is said to come from stage {stage}; the pipeline has the stages 0 to {last}.")
     owner = dict(stage_of_tap)
     if draft_stage != last:
         owner[FINAL_HIDDEN] = last
@@ -133,9 +126,7 @@ def make_tap_plan(
     draft_rank = table.stage_to_rank[draft_stage]
     remote = [stage for stage in taps_of if table.stage_to_rank[stage] != draft_rank]
     links = {
-        rank: tuple(
-            table.forward_order(rank, [stage for stage in remote if table.stage_to_rank[stage] == rank])
-        )
+        rank: tuple(table.forward_order(rank, [stage for stage in remote if table.stage_to_rank[stage] == rank]))
         for rank in sorted({table.stage_to_rank[stage] for stage in remote})
     }
     plan = TapPlan(
@@ -155,9 +146,7 @@ def make_tap_plan(
 
 def _with_slots(plan: TapPlan, most: Mapping[int, int], bound: int) -> TapPlan:
     def bounded(limit: int) -> TapPlan:
-        return replace(
-            plan, slots={stage: min(limit, count) if limit else count for stage, count in most.items()}
-        )
+        return replace(plan, slots={stage: min(limit, count) if limit else count for stage, count in most.items()})
 
     if bound < 0:
         raise ConfigError(
@@ -199,13 +188,11 @@ def _place_drafts(plan: TapPlan, costs: Costs) -> TapPlan:
     at_end = simulate(table, plan.flow(), costs)
     spans = [span for span in at_end.spans if span.rank == rank and not span.label.startswith("draft")]
     gaps = {
-        count: after.start - before.end
-        for count, (before, after) in enumerate(zip(spans, spans[1:], strict=False), 1)
+        count: after.start - before.end for count, (before, after) in enumerate(zip(spans, spans[1:], strict=False), 1)
     }
     placements = [{count: (m,) for m, count in forward_of.items()}]
     placements += [
-        _fill(gaps, forward_of, _sends_pending(table, rank), costs.draft, share)
-        for share in (1.0, 0.75, 0.5, 0.25)
+        _fill(gaps, forward_of, _sends_pending(table, rank), costs.draft, share) for share in (1.0, 0.75, 0.5, 0.25)
     ]
     best, best_seconds = plan, at_end.seconds
     for draft_after in placements:
@@ -223,12 +210,7 @@ def _fill(
     placed: dict[int, tuple[int, ...]] = {}
     m = 0
     for count, gap in gaps.items():
-        while (
-            m < len(forward_of)
-            and forward_of[m] <= count
-            and count not in pending
-            and 0 < share * draft <= gap
-        ):
+        while m < len(forward_of) and forward_of[m] <= count and count not in pending and 0 < share * draft <= gap:
             placed[count] = (*placed.get(count, ()), m)
             gap -= draft
             m += 1

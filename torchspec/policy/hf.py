@@ -53,17 +53,13 @@ def read_folder(folder: Path) -> Source:
             train.
     """
     if not folder.is_dir():
-        raise ConfigError(
-            f"policy.path {str(folder)!r} is not a folder; give one with config.json and {WEIGHTS}."
-        )
+        raise ConfigError(f"policy.path {str(folder)!r} is not a folder; give one with config.json and {WEIGHTS}.")
     path = folder / "config.json"
     if not path.is_file():
         raise ConfigError(f"The policy folder {folder} has no config.json.")
     config = _read_json(path)
     generation = folder / "generation_config.json"
-    return Source(
-        shape_from_hf(config, str(path)), config, _read_json(generation) if generation.is_file() else None
-    )
+    return Source(shape_from_hf(config, str(path)), config, _read_json(generation) if generation.is_file() else None)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -111,15 +107,11 @@ def _weight_files(folder: Path) -> list[Path]:
     if index.is_file():
         names = sorted(set(_weight_map(index).values()))
         if missing := [name for name in names if not (folder / name).is_file()]:
-            raise ConfigError(
-                f"{index} names {missing[0]}, which is not in the folder; the checkpoint is incomplete."
-            )
+            raise ConfigError(f"{index} names {missing[0]}, which is not in the folder; the checkpoint is incomplete.")
         return [folder / name for name in names]
     if single.is_file():
         return [single]
-    raise ConfigError(
-        f"The policy folder {folder} has neither {WEIGHTS} nor {INDEX} (other formats are not read)."
-    )
+    raise ConfigError(f"The policy folder {folder} has neither {WEIGHTS} nor {INDEX} (other formats are not read).")
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -134,9 +126,7 @@ def _check_index(folder: Path, where: dict[str, Any]) -> None:
     if index.is_file():
         for name, file in _weight_map(index).items():
             if name not in where:
-                raise ConfigError(
-                    f"{index} says that {file} holds {name}, and it does not; copy the checkpoint again."
-                )
+                raise ConfigError(f"{index} says that {file} holds {name}, and it does not; copy the checkpoint again.")
 
 
 def _open(path: Path) -> Any:
@@ -158,14 +148,10 @@ def _check_census(where: dict[str, Any], expected: dict[str, tuple[int, ...]], f
         if tuple(piece.get_shape()) != expected[name]:
             problems.append(f"{name} is {list(piece.get_shape())} and should be {list(expected[name])}")
         elif piece.get_dtype() not in _FLOATS:
-            problems.append(
-                f"{name} is stored as {piece.get_dtype()} and should be one of {', '.join(_FLOATS)}"
-            )
+            problems.append(f"{name} is stored as {piece.get_dtype()} and should be one of {', '.join(_FLOATS)}")
     if problems:
         more = f" and {len(problems) - 6} more" if len(problems) > 6 else ""
-        raise ConfigError(
-            f"The weights in {folder} do not fit its config.json: {'; '.join(problems[:6])}{more}."
-        )
+        raise ConfigError(f"The weights in {folder} do not fit its config.json: {'; '.join(problems[:6])}{more}.")
 
 
 def save_policy(
@@ -214,9 +200,7 @@ def _write_configs(policy: Policy, new: Path, tokenizer: Any, dtype: torch.dtype
     ids = {name: getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     ids = {name: value for name, value in ids.items() if value is not None}
     # a stale "dtype" or "rope_scaling" of the source would contradict what is written here
-    carried = {
-        k: v for k, v in policy.hf_config.items() if k not in ("dtype", "rope_scaling", "_name_or_path")
-    }
+    carried = {k: v for k, v in policy.hf_config.items() if k not in ("dtype", "rope_scaling", "_name_or_path")}
     name = str(dtype).removeprefix("torch.")
     _write_json(new / "config.json", {**ids, **carried, **hf_config(policy.shape), "torch_dtype": name})
     generation = policy.generation_config if policy.generation_config is not None else ids

@@ -39,7 +39,8 @@ class PolicyOutput:
 
 @dataclass(frozen=True)
 class PolicyPart:
-    """What of a policy one rank or one pipeline stage holds: some layers, the embedding, the final norm with the head."""
+    """What of a policy one rank or one pipeline stage holds: some layers, the embedding, the final norm with the
+    head."""
 
     layers: tuple[int, ...]
     embed: bool
@@ -98,9 +99,7 @@ class Policy(nn.Module):
         """
         num_layers = self.shape.num_layers
         if tokens_T.shape[0] != layout.num_tokens:
-            raise ValueError(
-                f"The layout has {layout.num_tokens} rows; got tokens of shape {tuple(tokens_T.shape)}."
-            )
+            raise ValueError(f"The layout has {layout.num_tokens} rows; got tokens of shape {tuple(tokens_T.shape)}.")
         if wrong := [i for i in tap_ids if not 0 <= i <= num_layers]:
             raise ValueError(f"Tap id {wrong[0]} does not exist in a policy of {num_layers} layers.")
         taps: dict[int, Tensor] = {}
@@ -153,9 +152,7 @@ class Policy(nn.Module):
             layout.positions_T, shape.head_dim, shape.rope_theta, shape.rope_scaling, dtype=self.compute_dtype
         )
 
-    def _run_layer(
-        self, layer: nn.Module, x_1TE: Tensor, layout: PackedZigzag, rope: tuple[Tensor, Tensor]
-    ) -> Tensor:
+    def _run_layer(self, layer: nn.Module, x_1TE: Tensor, layout: PackedZigzag, rope: tuple[Tensor, Tensor]) -> Tensor:
         if not (self.activation_checkpoint and torch.is_grad_enabled()):
             return self._cast_call(layer, x_1TE, layout, rope)
         # the attention's output is kept: under context parallel recomputing it would gather the keys once
@@ -180,9 +177,7 @@ class Policy(nn.Module):
         weights = dict(module.named_parameters())
         if all(w.dtype == self.compute_dtype for w in weights.values()):
             return module(*args)
-        return torch.func.functional_call(
-            module, {k: w.to(self.compute_dtype) for k, w in weights.items()}, args
-        )
+        return torch.func.functional_call(module, {k: w.to(self.compute_dtype) for k, w in weights.items()}, args)
 
     @property
     def embed_weight(self) -> Tensor:

@@ -1,7 +1,7 @@
 """Runs packed microbatches through a policy whose stages lie on the ranks of a pipeline.
 
-Has what ``WholePolicy`` (run.py) has. Every rank of a pipeline makes the same calls; the weights of a tied embedding live on
-the first and on the last stage, and their gradients are added before the two equal optimizer steps.
+Has what ``WholePolicy`` (run.py) has. Every rank of a pipeline makes the same calls; the weights of a tied embedding
+live on the first and on the last stage, and their gradients are added before the two equal optimizer steps.
 
 Legend: T rows of a microbatch on this rank, E hidden, V vocabulary.
 """
@@ -158,7 +158,8 @@ class PipelinedPolicy:
             dist.all_reduce(weight.grad, group=self.tied_group)
 
     def total_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        """Norm of the whole model's gradient (0-d), of which ``parameters`` are this rank's; a tied weight counts once."""
+        """Norm of the whole model's gradient (0-d), of which ``parameters`` are this rank's; a tied weight counts
+        once."""
         copy = self.policy.head_weight if self._is_copy else None
         grads = [p.grad for p in parameters if p.grad is not None and p is not copy]
         square = torch.nn.utils.get_total_norm(grads).square().to(self.device)

@@ -1,7 +1,7 @@
 """Runs packed microbatches through a policy that this rank holds whole.
 
-``PipelinedPolicy`` (pipelined.py) is the same for a policy cut into pipeline stages; the learner knows only what both have.
-A rank of a pipeline may hold neither the head nor the draft: then its callbacks are never called.
+``PipelinedPolicy`` (pipelined.py) is the same for a policy cut into pipeline stages; the learner knows only what both
+have. A rank of a pipeline may hold neither the head nor the draft: then its callbacks are never called.
 
 Legend: T rows of a microbatch, E hidden, V vocabulary.
 """

@@ -64,28 +64,21 @@ class PolicyShape:
     def __post_init__(self) -> None:
         if self.architecture not in ARCHITECTURES:
             known = " and ".join(ARCHITECTURES)
-            raise ConfigError(
-                f"The policy's architecture is {self.architecture!r}; torchspec trains {known}."
-            )
+            raise ConfigError(f"The policy's architecture is {self.architecture!r}; torchspec trains {known}.")
         for name in _POSITIVE_INTS:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
-                raise ConfigError(
-                    f"The policy's {name} is {value!r}; it must be a whole number of at least 1."
-                )
+                raise ConfigError(f"The policy's {name} is {value!r}; it must be a whole number of at least 1.")
         for name in ("rope_theta", "norm_eps"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or value <= 0:
                 raise ConfigError(f"The policy's {name} is {value!r}; it must be a number above 0.")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
-                f"The policy's num_kv_heads ({self.num_kv_heads}) does not divide its num_heads "
-                f"({self.num_heads})."
+                f"The policy's num_kv_heads ({self.num_kv_heads}) does not divide its num_heads ({self.num_heads})."
             )
         if self.head_dim % 2:
-            raise ConfigError(
-                f"The policy's head_dim is {self.head_dim}; rotary embedding needs an even one."
-            )
+            raise ConfigError(f"The policy's head_dim is {self.head_dim}; rotary embedding needs an even one.")
         if self.architecture == "llama" and self.hidden_size % self.num_heads:
             # transformers' LlamaConfig, which vLLM parses the folder with, refuses this whatever head_dim
             # says
@@ -109,9 +102,7 @@ def shape_from_config(config: PolicyConfig, tokenizer_size: int | None) -> Polic
     """
     vocab_size = config.vocab_size or tokenizer_size
     if vocab_size is None:
-        raise ConfigError(
-            "policy.vocab_size is 0 and there is no tokenizer to take it from; set policy.vocab_size."
-        )
+        raise ConfigError("policy.vocab_size is 0 and there is no tokenizer to take it from; set policy.vocab_size.")
     shape = PolicyShape(
         architecture=config.architecture,
         hidden_size=config.hidden_size,
@@ -151,13 +142,9 @@ def shape_from_hf(found: Mapping[str, Any], where: str) -> PolicyShape:
     model_type = _model_type(found, where)
     for name, inert in _INERT.items():
         if found.get(name, inert) not in (inert, None):
-            raise ConfigError(
-                f"{where} has {name} = {found[name]!r}; torchspec trains {name} = {inert!r} only."
-            )
+            raise ConfigError(f"{where} has {name} = {found[name]!r}; torchspec trains {name} = {inert!r} only.")
     if other := sorted(set(found.get("layer_types") or []) - {"full_attention"}):
-        raise ConfigError(
-            f"{where} has layers of type {', '.join(other)}; torchspec trains full_attention only."
-        )
+        raise ConfigError(f"{where} has layers of type {', '.join(other)}; torchspec trains full_attention only.")
     hidden, heads = _size(found, "hidden_size", where), _size(found, "num_attention_heads", where)
     theta, scaling = _rope(found, where)
     return PolicyShape(
@@ -167,9 +154,7 @@ def shape_from_hf(found: Mapping[str, Any], where: str) -> PolicyShape:
         num_heads=heads,
         num_kv_heads=_size(found, "num_key_value_heads", where, default=heads),
         # transformers' own defaults: Qwen3Config says 128, LlamaConfig the quotient
-        head_dim=_size(
-            found, "head_dim", where, default=128 if model_type == "qwen3" else hidden // max(heads, 1)
-        ),
+        head_dim=_size(found, "head_dim", where, default=128 if model_type == "qwen3" else hidden // max(heads, 1)),
         intermediate_size=_size(found, "intermediate_size", where),
         vocab_size=_size(found, "vocab_size", where),
         rope_theta=theta,
@@ -214,8 +199,7 @@ def _model_type(found: Mapping[str, Any], where: str) -> str:
     if known is None or (names and names != [known]):
         supported = " and ".join(ARCHITECTURES.values())
         raise ConfigError(
-            f"{where} declares model_type {model_type!r}, architectures {list(names)}; torchspec trains "
-            f"{supported}."
+            f"{where} declares model_type {model_type!r}, architectures {list(names)}; torchspec trains {supported}."
         )
     return model_type
 

@@ -182,9 +182,7 @@ def decoder_config(shape: PolicyShape) -> Any:
             num_embeddings=shape.vocab_size, embedding_dim=shape.hidden_size, param_init=_NO_INIT
         ),
         norm=_norm(shape, shape.hidden_size),
-        lm_head=Linear.Config(
-            in_features=shape.hidden_size, out_features=shape.vocab_size, param_init=_NO_INIT
-        ),
+        lm_head=Linear.Config(in_features=shape.hidden_size, out_features=shape.vocab_size, param_init=_NO_INIT),
         layers=[_layer_config(shape) for _ in range(shape.num_layers)],
     )
 
@@ -206,7 +204,8 @@ def empty_policy(
     activation_checkpoint: bool = False,
     part: PolicyPart | None = None,
 ) -> Policy:
-    """A policy, or the ``part`` of it that this rank holds, whose weights are uninitialised memory; the global generators
+    """A policy, or the ``part`` of it that this rank holds, whose weights are uninitialised memory; the global
+    generators
     are not touched."""
     with torch.device("meta"):  # torch's own layers would draw their initial values from the global generator
         decoder = decoder_config(shape).build()
@@ -255,9 +254,7 @@ def init_weights(policy: Policy, seed: int) -> None:
         digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
         values = torch.empty(parameter.shape, dtype=torch.float32)
-        values.normal_(
-            0.0, std / (2 * policy.shape.num_layers) ** 0.5 if writes else std, generator=generator
-        )
+        values.normal_(0.0, std / (2 * policy.shape.num_layers) ** 0.5 if writes else std, generator=generator)
         parameter.copy_(values)
 
 

@@ -41,7 +41,8 @@ class RolloutConfig:
     max_num_seqs: int = 64
     """Requests the engine runs at once."""
     max_num_batched_tokens: int = 0
-    """Token budget of one engine step; 0 sizes it so that every prompt prefills whole (split prefills crash seeded requests on CPU)."""
+    """Token budget of one engine step; 0 sizes it so that every prompt prefills whole (split prefills crash seeded
+    requests on CPU)."""
     kv_cache_mb: int = 256
     """Memory of the KV cache on a CPU, in MiB."""
     threads: int = 1

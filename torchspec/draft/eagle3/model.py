@@ -129,9 +129,7 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps)
         self.mlp = MLP(shape)
 
-    def forward(
-        self, embed_TE: Tensor, hidden_TE: Tensor, rope: tuple[Tensor, Tensor], trunk: Trunk
-    ) -> Tensor:
+    def forward(self, embed_TE: Tensor, hidden_TE: Tensor, rope: tuple[Tensor, Tensor], trunk: Trunk) -> Tensor:
         """One pass: embedding rows, fed-back hidden rows -> hidden rows before the final norm; [T,E]."""
         normed_TE = self.hidden_norm(hidden_TE)
         residual_TE = normed_TE if self.norm_before_residual else hidden_TE
@@ -162,9 +160,7 @@ class Eagle3Draft(Draft):
                 "give one per pass, or none."
             )
         if config.args:
-            raise ConfigError(
-                f"draft.args has {', '.join(sorted(config.args))}; eagle3 takes no free settings."
-            )
+            raise ConfigError(f"draft.args has {', '.join(sorted(config.args))}; eagle3 takes no free settings.")
         self.shape = shape
         self.config = config
         self.tap_ids = shape.tap_ids
@@ -243,8 +239,7 @@ class Eagle3Draft(Draft):
         expected = (self.shape.vocab_size, self.shape.hidden_size)
         if tuple(head_weight_VE.shape) != expected:
             raise ConfigError(
-                f"The policy's head is {list(head_weight_VE.shape)}, the draft was built for "
-                f"{list(expected)}."
+                f"The policy's head is {list(head_weight_VE.shape)}, the draft was built for {list(expected)}."
             )
         if self.d2t is None:
             self.lm_head.weight.copy_(head_weight_VE)

@@ -107,8 +107,7 @@ def check_tap_ids(tap_ids: Sequence[int], num_layers: int) -> tuple[int, ...]:
         raise ConfigError(f"The draft has no tap ids; {rule}.")
     if bad := [i for i in ids if not 0 <= i <= num_layers]:
         raise ConfigError(
-            f"draft.tap_ids {list(ids)} has {bad[0]}, which the policy's {num_layers} layers do "
-            f"not have; {rule}."
+            f"draft.tap_ids {list(ids)} has {bad[0]}, which the policy's {num_layers} layers do not have; {rule}."
         )
     if len(set(ids)) != len(ids):
         raise ConfigError(f"draft.tap_ids {list(ids)} names a tap twice; {rule}.")
