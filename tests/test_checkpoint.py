@@ -86,3 +86,13 @@ def test_a_missing_part_is_no_checkpoint_and_a_left_over_one_is_dropped(tmp_path
     checkpoint.write_part(tmp_path, 3, 1, {"from": "a killed run of two ranks"})
     save(tmp_path, 3, state(3), keep=0)
     assert "from" not in checkpoint.load_checkpoint(tmp_path)
+
+
+def test_a_part_that_was_lost_is_named(tmp_path):
+    save(tmp_path, 1, state(1), keep=0)
+    for part in range(2):
+        checkpoint.write_part(tmp_path, 2, part, state(2))
+    checkpoint.complete(tmp_path, 2, 2, keep=0)
+    (tmp_path / "step-2" / "state-1.pt").unlink()
+    with pytest.raises(RunError, match=r"step-2 does not read .*state-1.pt.* earlier one \(steps \[1\]\)"):
+        checkpoint.load_checkpoint(tmp_path)

@@ -24,7 +24,7 @@ BELOW = {
     "data": {"attention", "context_parallel"},
     "rollout": set(),
 }
-EVERYWHERE = {"config", "errors", "files", "plugins", "ranks", "rope", "shard", "validation"}
+EVERYWHERE = {"config", "errors", "files", "installation", "plugins", "ranks", "rope", "shard", "validation"}
 
 
 def imported_rooms(path: Path) -> set[str]:

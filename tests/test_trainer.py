@@ -126,6 +126,41 @@ def test_interrupted_and_resumed_is_bit_equal_to_uninterrupted(tiny, tmp_path):
     check_outputs(tmp_path / "straight")
 
 
+class StopsInTheLastEvaluation(CoTrainer):
+    """Is told to stop when the last step has been trained and its evaluation begins."""
+
+    def evaluate(self):
+        if self.step == self.config.train.steps:
+            self.stop.signal = "SIGINT"
+        return super().evaluate()
+
+
+def test_a_stop_in_the_last_evaluation_keeps_the_step_that_was_trained(tiny, tmp_path):
+    short = ("--train.steps", "2", "--checkpoint.every", "0")
+    run(tiny, tmp_path / "straight", *short)
+    with pytest.raises(Interrupted, match="after step 2 of 2"):
+        run(tiny, tmp_path / "stopped", *short, trainer=StopsInTheLastEvaluation)
+    a, b = (checkpoint.load_checkpoint(tmp_path / name / "checkpoints") for name in ("straight", "stopped"))
+    assert a["step"] == b["step"] == 2 and a["cursor"] == b["cursor"]
+    assert all(torch.equal(b["learner"]["policy"][name], w) for name, w in a["learner"]["policy"].items())
+    last, stopped = lines(tmp_path / "straight")[-1], lines(tmp_path / "stopped")[-1]
+    assert stopped["step"] == 2 and untimed(stopped).items() <= untimed(last).items()
+
+
+def test_items_without_answers_and_a_held_out_prompt_that_is_too_long(tiny, tmp_path):
+    rows = [{"prompt": f"say {i} " + "x" * (120 if i % 5 == 0 else 0)} for i in range(40)]
+    (tmp_path / "items.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "own.py").write_text("def score(prompt, response, answer, row):\n    return len(response) % 2\n")
+    tiny.write_text(
+        tiny.read_text()
+        .replace('name = "reasoning_gym:spell_backward"', f'name = "jsonl"\npath = "{tmp_path / "items.jsonl"}"')
+        .replace("args = { min_word_len = 3, max_word_len = 5 }", f'scorer = "{tmp_path / "own.py"}:score"')
+    )
+    run(tiny, tmp_path / "run", "--train.steps", "1")
+    (row,) = lines(tmp_path / "run")
+    assert row["skipped/prompts"] > 0 and 0 <= row["eval/reward"] <= 1 and row["draft/loss"] > 0
+
+
 def check_outputs(folder: Path) -> None:
     rows = lines(folder)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]

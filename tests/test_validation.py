@@ -10,7 +10,8 @@ import pytest
 from torchspec.config import Config
 from torchspec.config_file import config_from_toml, getattr_dotted, setting_names
 from torchspec.errors import ConfigError
-from torchspec.validation import ABOVE_ZERO, AT_LEAST, SHARES, check_installation, validate
+from torchspec.installation import check_installation
+from torchspec.validation import ABOVE_ZERO, AT_LEAST, AT_MOST, SHARES, validate, without_effect
 
 BASE = 'device = "cpu"\nenvironment.tokenizer = "char"\n'
 
@@ -187,6 +188,28 @@ def test_the_longest_sequence_fits_with_its_padding(monkeypatch):
     check(sizes + "[policy]\nmax_position_embeddings = 600")
     with pytest.raises(ConfigError, match=r"= 514 is less than rollout.max_model_len = 513 \(516 rows over 2 context"):
         check(sizes + "[policy]\nmax_position_embeddings = 600\n[parallelism]\ncontext_parallel_degree = 2")
+
+
+@pytest.mark.parametrize("name", AT_MOST)
+def test_every_ceiling(name):
+    with pytest.raises(ConfigError, match=name.replace(".", r"\.") + f" = {AT_MOST[name] + 1} is too large"):
+        check(f"{name} = {AT_MOST[name] + 1}")
+
+
+def test_a_folders_own_length_and_the_token_budget(tmp_path):
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 128}')
+    with pytest.raises(ConfigError, match="max_model_len = 200 is longer than max_position_embeddings = 128 in the"):
+        check(f'[policy]\npath = "{tmp_path}"\n[rollout]\nmax_model_len = 200')
+    with pytest.raises(ConfigError, match="max_num_batched_tokens = 255 is too small.* 4 tokens for each"):
+        check("[rollout]\nmax_num_batched_tokens = 255\nmax_num_seqs = 64\nmax_model_len = 200")
+    check("[rollout]\nmax_num_batched_tokens = 256\nmax_num_seqs = 64\nmax_model_len = 200")
+
+
+def test_pipeline_settings_without_a_pipeline_are_named():
+    config = config_from_toml('[pipeline]\nlayers = [1, 1]\nschedule = "GPipe"\n[draft]\nschedule = "deferred"')
+    assert without_effect(config) == ["pipeline.schedule", "pipeline.layers", "draft.schedule"]
+    config.pipeline.ranks = 2
+    assert without_effect(config) == without_effect(Config()) == []
 
 
 def test_float32_is_refused_on_a_gpu_at_start():

@@ -55,7 +55,7 @@ def complete(folder: Path, step: int, num_parts: int, keep: int) -> Path:
                 path.unlink()  # of an earlier attempt that was killed, perhaps with more ranks
         if missing := wanted - {path.name for path in partial.iterdir()}:
             raise OSError(f"{sorted(missing)[0]} is not there; all ranks must write to the same file system")
-        (partial / MARK).write_text(f"step {step}\n")
+        (partial / MARK).write_text(f"step {step}, {num_parts} parts\n")
         fsync(partial / MARK)
         shutil.rmtree(final, ignore_errors=True)  # without its mark it was never a checkpoint
         os.replace(partial, final)
@@ -93,8 +93,8 @@ def load_checkpoint(folder: Path, step: int | None = None) -> dict[str, Any]:
         raise RunError(f"There is no complete checkpoint of step {step} in {folder}; there are those of steps {steps}.")
     path = folder / f"step-{steps[-1] if step is None else step}"
     try:
+        files = [path / f"state-{part}.pt" for part in range(int((path / MARK).read_text().split()[2]))]
         # Mapped, not read: a rank of a pipeline takes only its own part of the weights.
-        files = sorted(path.glob("state-*.pt"))
         return _union([torch.load(file, map_location="cpu", weights_only=True, mmap=True) for file in files])
     except Exception as error:
         others = [s for s in steps if f"step-{s}" != path.name]

@@ -15,7 +15,7 @@ import torch
 from torchspec.config import Config
 from torchspec.data.environments import Environment, Item, score_all
 from torchspec.data.tokenizer import decode_response, encode_prompt, stop_token_ids
-from torchspec.errors import RunError
+from torchspec.errors import ConfigError, RunError
 from torchspec.losses.config import RLConfig
 from torchspec.losses.policy import advantages
 from torchspec.rollout.config import SamplingConfig
@@ -149,11 +149,40 @@ class PromptStream:
             "rollout.max_model_len leaves beside rollout.sampling.max_tokens; raise the first or lower the second."
         )
 
+    def held_out(self, config: Config, sampling: SamplingConfig) -> tuple[list[Prompt], list[list[int]]]:
+        """The held-out prompts that fit, and a seed for each: the same at every evaluation.
+
+        Raises:
+            RunError: none fits.
+        """
+        count = min(config.eval.items, config.environment.eval_items)
+        room = prompt_room(config, sampling)
+        found = [(self.encode(i, "eval"), seeds) for i, seeds in enumerate(eval_seeds(config.seed, count))]
+        fitting = [(prompt, seeds) for prompt, seeds in found if len(prompt.token_ids) <= room]
+        if not fitting:
+            raise RunError(
+                f"All {count} held-out prompts are longer than {room} tokens, the room that rollout.max_model_len "
+                "leaves beside eval.sampling.max_tokens; raise the first or lower the second."
+            )
+        return [prompt for prompt, _ in fitting], [seeds for _, seeds in fitting]
+
+
+def prompt_room(config: Config, sampling: SamplingConfig) -> int:
+    """Tokens of the longest prompt that leaves room for the longest response and the draft's lookahead."""
+    return config.rollout.max_model_len - sampling.max_tokens - config.rollout.num_speculative_tokens - 1
+
 
 def resolve_sampling(config: Config, sampling: SamplingConfig, tokenizer: Any, policy_path: str) -> SamplingConfig:
-    """A copy of ``sampling`` with its length and every stop token: the config's, the tokenizer's, the model's."""
+    """A copy of ``sampling`` with its length and every stop token: the config's, the tokenizer's, the model's.
+
+    Raises:
+        ConfigError: a stop token of the config that the tokenizer does not have.
+    """
     training = config.rollout.sampling
-    stops = {*training.stop_token_ids, *sampling.stop_token_ids, *stop_token_ids(tokenizer, policy_path)}
+    own = {*training.stop_token_ids, *sampling.stop_token_ids}
+    if own and max(own) >= len(tokenizer):
+        raise ConfigError(f"stop_token_ids has {max(own)}, and the tokenizer's ids end at {len(tokenizer) - 1}.")
+    stops = {*own, *stop_token_ids(tokenizer, policy_path)}
     return dataclasses.replace(
         sampling, stop_token_ids=tuple(sorted(stops)), max_tokens=sampling.max_tokens or training.max_tokens
     )

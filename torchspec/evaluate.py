@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from torchspec.collect import PromptStream, eval_seeds, resolve_sampling, sample_responses, score_samples, spec_metrics
+from torchspec.collect import PromptStream, resolve_sampling, sample_responses, score_samples, spec_metrics
 from torchspec.config import Config
 from torchspec.data.environments import build_environment
 from torchspec.data.tokenizer import load_tokenizer
@@ -27,8 +27,7 @@ def evaluate(config: Config, policy: str, draft: str = "") -> dict[str, float]:
     tokenizer = load_tokenizer(config.environment, policy)
     sampling = resolve_sampling(config, config.eval.sampling, tokenizer, policy)
     prompts = PromptStream(environment, tokenizer, config.environment.system_prompt, config.rollout.max_model_len)
-    count = min(config.eval.items, config.environment.eval_items)
-    chosen = [prompts.encode(i, "eval") for i in range(count)]
+    chosen, seeds = prompts.held_out(config, sampling)
     engine = VllmEngine(
         Path(policy),
         Path(draft) if draft else None,
@@ -39,7 +38,7 @@ def evaluate(config: Config, policy: str, draft: str = "") -> dict[str, float]:
     )
     try:
         samples, stats, seconds = sample_responses(
-            engine, tokenizer, chosen, eval_seeds(config.seed, count), sampling, deadline_s=config.rollout.deadline_s
+            engine, tokenizer, chosen, seeds, sampling, deadline_s=config.rollout.deadline_s
         )
     finally:
         engine.close()
@@ -48,8 +47,8 @@ def evaluate(config: Config, policy: str, draft: str = "") -> dict[str, float]:
     )
     tokens = sum(len(s.completion.token_ids) for s in samples)
     result = {
-        "items": count,
-        "reward": sum(s.reward for s in samples) / count,
+        "items": len(samples),
+        "reward": sum(s.reward for s in samples) / len(samples),
         "failed scores": failed,
         "tokens": tokens,
         "seconds": seconds,

@@ -44,6 +44,8 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
     try:
         yield new
         new.chmod(0o755)
+        for path in filter(Path.is_file, new.iterdir()):  # safetensors makes files that only their owner reads
+            path.chmod(0o644)
         for path in (*sorted(new.iterdir()), new):
             fsync(path)
         if folder.exists():

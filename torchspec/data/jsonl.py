@@ -124,7 +124,7 @@ def _check_answer(row: dict[str, Any], scorer: str) -> None:
     if scorer == "numeric":
         try:
             to_number(answer)
-        except ValueError as error:
+        except (ValueError, OverflowError) as error:
             raise ValueError(f"scorer 'numeric' needs a number as answer; {answer!r} is none") from error
     elif isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise ValueError(f"scorer '{scorer}' needs text or a number as answer, not {answer!r}")

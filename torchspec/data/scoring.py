@@ -75,7 +75,10 @@ def score_all(
             reward, components = read_score(
                 call_with_timeout(functools.partial(environment.score, item, response), timeout_s)
             )
-        except Exception as error:  # whatever a scorer raises is counted, and fatal below when it is frequent
+        except (
+            Exception,
+            SystemExit,
+        ) as error:  # whatever a scorer raises is counted, and fatal below when it is frequent
             batch.failed += 1
             if batch.first_error is None:
                 what = str(error) if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"

@@ -37,8 +37,6 @@ def write_model_folder(
         with replacing_folder(folder) as new:
             save_file(stored, new / WEIGHTS_NAME, metadata={"format": "pt"})
             (new / "config.json").write_text(text)
-            for path in new.iterdir():
-                path.chmod(0o644)
     except (OSError, SafetensorError) as error:
         raise RunError(
             f"The draft could not be saved to {folder}: {error}. What was there before is untouched; "

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchspec.installation import check_installation
 from torchspec.rollout import sampler_fix, transfer
 from torchspec.rollout.config import RolloutConfig, SamplingConfig
 from torchspec.rollout.engine import (
@@ -35,7 +36,6 @@ from torchspec.rollout.engine import (
 )
 from torchspec.rollout.launch import check_folders, engine_arguments, engine_dtype
 from torchspec.rollout.process import kept_randomness, known_noise_removed, num_threads, set_environment, undisturbed
-from torchspec.validation import check_installation
 
 NOISE = ("NUMA binding", "Disabling Triton")
 PROGRESS_S = 0.1
