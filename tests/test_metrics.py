@@ -176,6 +176,12 @@ def test_wandb_is_optional_and_gets_the_same_numbers(tmp_path, monkeypatch):
             log=lambda values, step: got.append((step, values)), finish=lambda: got.append("end")
         )
 
+    def refuse(**settings):
+        raise RuntimeError("no API key")
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=refuse))
+    with pytest.raises(ConfigError, match=r"could not start \(RuntimeError: no API key\); log in"):
+        MetricsLog(tmp_path, config)
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
     for _ in range(2):
         with MetricsLog(tmp_path, config) as log:

@@ -8,6 +8,7 @@ import torch
 
 from torchspec import checkpoint
 from torchspec.config_file import ONE_RANK, load_config
+from torchspec.errors import ConfigError
 from torchspec.plugins import load_object
 
 
@@ -17,8 +18,11 @@ def export(run_dir: Path, step: int | None, to: Path, dtype: str = "float32") ->
     ``dtype`` names the dtype of the tensors written.
 
     Raises:
+        ConfigError: ``to`` is a file.
         RunError: there is no such complete checkpoint, or it does not read.
     """
+    if to.exists() and not to.is_dir():
+        raise ConfigError(f"--to {to} is a file; name a folder, in which policy/ and draft/ are made.")
     config = load_config(run_dir / "config.toml", ONE_RANK)  # however many ranks trained it
     state = checkpoint.load_checkpoint(run_dir / "checkpoints", step)
     trainer = load_object(config.trainer)(config, to)

@@ -86,14 +86,20 @@ class MetricsLog:
         identity = self.output_dir / "wandb_id.txt"  # so that a resumed run goes on in the same W&B run
         if not identity.exists():
             identity.write_text(secrets.token_hex(4))
-        return wandb.init(
-            project=config.metrics.wandb_project,
-            name=self.output_dir.name,
-            dir=str(self.output_dir),
-            id=identity.read_text().strip(),
-            resume="allow",
-            config=dataclasses.asdict(config),
-        )
+        try:
+            return wandb.init(
+                project=config.metrics.wandb_project,
+                name=self.output_dir.name,
+                dir=str(self.output_dir),
+                id=identity.read_text().strip(),
+                resume="allow",
+                config=dataclasses.asdict(config),
+            )
+        except Exception as error:  # no key, no network, no such project: its own words
+            raise ConfigError(
+                f"metrics.wandb = true, and Weights & Biases could not start ({type(error).__name__}: {error}); log in "
+                "with `wandb login`, set WANDB_MODE=offline, or set it to false."
+            ) from error
 
 
 def plain(value: Any, name: str = "value") -> Any:

@@ -29,5 +29,5 @@ class EnvironmentConfig:
     scorer_timeout_s: float = 10.0
     """Longest time of one scorer call."""
     max_failed_share: float = 0.2
-    """The run fails when more than this share of a step's scorer calls raised or overran; fewer score 0 and
-    are counted."""
+    """The run fails when more than this share of a step's (or of an evaluation's) scorer calls raised or overran; fewer
+    score 0 and are counted."""
