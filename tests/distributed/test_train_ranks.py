@@ -12,8 +12,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from torchspec import checkpoint
+from torchspec.train import main
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -104,23 +107,35 @@ def lines(folder: Path) -> list[dict]:
 PIPELINE = ("--pipeline.ranks", "2", "--pipeline.schedule", "Interleaved1F1B", "--draft.schedule", "deferred")
 
 
+@pytest.fixture(scope="module")
+def replicas(tmp_path_factory) -> dict:
+    """The line of the first step of two ranks that each hold both models."""
+    folder = tmp_path_factory.mktemp("replicas")
+    (folder / "tiny.toml").write_text(TINY)
+    run(2, folder / "tiny.toml", folder / "run", "--train.steps", "1")
+    (line,) = lines(folder / "run")
+    return line
+
+
 @pytest.mark.parity
 @pytest.mark.parametrize("how", [PIPELINE, ("--parallelism.shard",)], ids=["pipeline", "sharded"])
-def test_ranks_that_share_the_models_train_what_replicas_train_and_one_rank_goes_on(tiny, tmp_path, how):
-    run(2, tiny, tmp_path / "replicas", "--train.steps", "1")
-    run(2, tiny, tmp_path / "shared", "--train.steps", "2", *how)
-    (one,), (first, second) = lines(tmp_path / "replicas"), lines(tmp_path / "shared")
+def test_ranks_that_share_the_models_train_what_replicas_train_and_one_rank_goes_on(tiny, tmp_path, replicas, how):
+    one, shared = replicas, tmp_path / "shared"
+    run(2, tiny, shared, "--train.steps", "2", *how)
+    first, second = lines(shared)
     assert first.keys() - {"eval/reward_final"} <= one.keys() | second.keys()
     for name in ("reward/mean", "rollout/tokens", "train/tokens"):  # the same engines, seeds and weights
         assert first[name] == one[name], name
     for name in ("policy/loss", "policy/grad_norm", "policy/kl", "draft/loss", "draft/grad_norm", "train/logprob_gap"):
         assert first[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), name
     assert second["refit/version"] == 2 and second["train/logprob_gap"] < 1e-3  # both engines serve what was trained
-    assert (tmp_path / "shared" / "policy" / "config.json").is_file()
-    assert (tmp_path / "shared" / "draft" / "model.safetensors").is_file()
-    run(1, tiny, tmp_path / "shared", "--train.steps", "3", "--checkpoint.resume")
-    assert [row["step"] for row in lines(tmp_path / "shared")] == [1, 2, 3]
-    assert lines(tmp_path / "shared")[-1]["train/logprob_gap"] < 1e-3
+    assert main(["export", str(shared), "--to", str(tmp_path / "exported")]) == 0  # by this one process
+    for name in ("policy", "draft"):
+        ours, theirs = (load_file(folder / name / "model.safetensors") for folder in (shared, tmp_path / "exported"))
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+    run(1, tiny, shared, "--train.steps", "3", "--checkpoint.resume")
+    assert [row["step"] for row in lines(shared)] == [1, 2, 3]
+    assert lines(shared)[-1]["train/logprob_gap"] < 1e-3
 
 
 def children(pid: int) -> list[int]:
