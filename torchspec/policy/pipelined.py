@@ -131,7 +131,11 @@ class PipelinedPolicy:
         )
 
     def share_head(self) -> None:
-        """Send the head to the draft's rank, where it is not a parameter. Collective over the pipeline."""
+        """Send the head to the draft's rank, where it is not a parameter. Collective over the pipeline.
+
+        What else a draft reads of another stage's weights, as the rows of a DFlash draft's mask tokens, would travel
+        here too: once, before the step.
+        """
         source, target = self.plan.holders[-1], self.plan.draft_rank
         if source == target:
             return
