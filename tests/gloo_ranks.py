@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import socket
 import sys
 import tempfile
 import time
@@ -25,11 +24,9 @@ def run_ranks(worker: Callable[..., Any], world_size: int, *args: Any, timeout_s
 
     Ranks that are alive after ``timeout_s`` are killed (exitcode -9). No process is left when this returns.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    # The store lives in this process, so that no rank's death takes it away.
-    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    # The store lives in this process, so that no rank's death takes it away; it finds a free port by itself.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = store.port
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
