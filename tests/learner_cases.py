@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from typing import Any
 
 import torch
 
@@ -19,6 +20,7 @@ from torchspec.policy.config import PolicyConfig
 from torchspec.policy.run import WholePolicy
 from torchspec.policy.titan import build_policy
 from torchspec.rollout.engine import Completion, Request
+from torchspec.shard import whole
 
 VOCAB = 40
 
@@ -65,3 +67,27 @@ def make_samples(seed: int, count: int = 8, live=lambda i: True) -> list[Sample]
         completion = Completion(response, logprobs, "stop")
         samples.append(Sample(prompt, Request(prompt.token_ids, i), completion, "", advantage=advantage, live=live(i)))
     return samples
+
+
+def update(learner: Any, samples: list) -> Any:
+    return learner.update(samples, 1, lambda done, total: None)
+
+
+def first_step(learner: Any, samples: list) -> dict:
+    """Gradients by name, metrics and the skip of one update whose optimizers do not move."""
+    found: dict[str, Any] = {"policy": {}, "draft": {}}
+    optimizers = {"policy": learner.policy_optimizer, "draft": learner.draft_optimizer}
+    for model, optimizer in optimizers.items():
+        if optimizer is None:
+            continue
+
+        def keep(model=model, optimizer=optimizer):
+            for name, p in optimizer.named.items():
+                found[model].setdefault(name, whole(p.grad).clone())
+            optimizer.zero_grad()
+
+        optimizer.step = keep
+        optimizer.config = dataclasses.replace(optimizer.config, max_grad_norm=0.0)
+    result = update(learner, samples)
+    metrics = {k: v for k, v in result.metrics.items() if not k.startswith("time/")}
+    return found | {"metrics": metrics, "skipped": result.skipped}

@@ -154,8 +154,7 @@ class CoTrainer:
 
     def build_policy(self) -> Any:
         """The policy, or ``self.part`` of it under a pipeline, on the trainer's device; override to train a model of
-        your
-        own."""
+        your own."""
         return build_policy(
             self.config.policy,
             vocab_size=len(self.tokenizer),
@@ -478,8 +477,7 @@ class CoTrainer:
 
     def save(self) -> None:
         """A complete checkpoint of the current step. A step's line is written before its checkpoint, so that a kill
-        between
-        the two leaves a line too many (cut on resume) and never one too few; the next line has the seconds."""
+        between the two leaves a line too many (cut on resume) and never one too few; the next line has the seconds."""
         started = time.perf_counter()
         folder, error = self.output_dir / "checkpoints", None
         if self.step in checkpoint.complete_steps(folder):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from gloo_ranks import results_of
-from learner_cases import VOCAB, make_config, make_learner, make_samples
+from learner_cases import VOCAB, first_step, make_config, make_learner, make_samples
 
 from torchspec.checkpoint import _union
 from torchspec.config import Config, ParallelismConfig
@@ -31,26 +31,6 @@ def pipelined_trainer(config: Config) -> CoTrainer:
     trainer._build_pipeline()
     trainer.init_draft(lambda: torch.arange(VOCAB))
     return trainer
-
-
-def first_step(learner: Any, samples: list) -> dict:
-    """Gradients by name, metrics and the skip of one update whose optimizers do not move."""
-    found: dict[str, Any] = {"policy": {}, "draft": {}}
-    optimizers = {"policy": learner.policy_optimizer, "draft": learner.draft_optimizer}
-    for model, optimizer in optimizers.items():
-        if optimizer is None:
-            continue
-
-        def keep(model=model, optimizer=optimizer):
-            for name, p in optimizer.named.items():
-                found[model].setdefault(name, p.grad.clone())
-            optimizer.zero_grad()
-
-        optimizer.step = keep
-        optimizer.config = dataclasses.replace(optimizer.config, max_grad_norm=0.0)
-    result = learner.update(samples, 1, lambda done, total: None)
-    metrics = {k: v for k, v in result.metrics.items() if not k.startswith("time/")}
-    return found | {"metrics": metrics, "skipped": result.skipped}
 
 
 def on_rank(rank: int, world: int, config: Config, samples: list, poison: bool) -> dict:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from gloo_ranks import results_of
-from learner_cases import VOCAB, make_config, make_learner, make_samples
+from learner_cases import VOCAB, first_step, make_config, make_learner, make_samples, update
 from safetensors.torch import load_file
 
 from torchspec import checkpoint
@@ -18,7 +18,6 @@ from torchspec.config import Config, ParallelismConfig
 from torchspec.losses.config import RLConfig
 from torchspec.optim.config import OptimizerConfig
 from torchspec.ranks import Ranks
-from torchspec.shard import whole
 from torchspec.trainer import CoTrainer
 
 pytestmark = pytest.mark.parity
@@ -60,30 +59,6 @@ def on_ranks(world: int, function: Any, *args: Any) -> list:
 def _on_rank(rank: int, world: int, function: Any, args: tuple) -> Any:
     os.environ["WORLD_SIZE"], os.environ["RANK"] = str(world), str(rank)
     return function(*args)
-
-
-def update(learner: Any, samples: list) -> Any:
-    return learner.update(samples, 1, lambda done, total: None)
-
-
-def first_step(learner: Any, samples: list) -> dict:
-    """Gradients by name, metrics and the skip of one update whose optimizers do not move."""
-    found: dict[str, Any] = {"policy": {}, "draft": {}}
-    optimizers = {"policy": learner.policy_optimizer, "draft": learner.draft_optimizer}
-    for model, optimizer in optimizers.items():
-        if optimizer is None:
-            continue
-
-        def keep(model=model, optimizer=optimizer):
-            for name, p in optimizer.named.items():
-                found[model].setdefault(name, whole(p.grad).clone())
-            optimizer.zero_grad()
-
-        optimizer.step = keep
-        optimizer.config = dataclasses.replace(optimizer.config, max_grad_norm=0.0)
-    result = update(learner, samples)
-    metrics = {k: v for k, v in result.metrics.items() if not k.startswith("time/")}
-    return found | {"metrics": metrics, "skipped": result.skipped}
 
 
 def trainer_step(config: Config, samples: list, poison: str = "", compiled: bool = False) -> dict:

@@ -80,7 +80,7 @@ class PipelinedPolicy:
             pairs = [[column[first], column[last]] for column in ranks.columns]
             self.tied_group = own_group(pairs, config.deadline_s)
         part = plan.part_of(rank)
-        self.holds_head, self.holds_draft = part.head, bool(tap_ids) and rank == plan.draft_rank
+        self.holds_head = part.head
         self._is_copy = part.head and not part.embed and policy.shape.tie_word_embeddings
         self._head_copy: Tensor | None = None
         self.device = next(policy.parameters()).device

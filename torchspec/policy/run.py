@@ -29,7 +29,7 @@ class WholePolicy:
     """A policy on one rank.
 
     Attributes:
-        holds_head, holds_draft: whether the callbacks run on this rank.
+        holds_head: whether ``on_hidden`` is called on this rank.
         lends_taps: whether a draft step's tensors are valid during its call only.
         equal_rows: whether all microbatches of a run need the same number of rows.
         equal_count: whether all ranks must run equally many microbatches, if need be of padding.
@@ -37,7 +37,7 @@ class WholePolicy:
         total_norm: gradients' global norm over the ranks that share the model; None: they are all here.
     """
 
-    holds_head = holds_draft = True
+    holds_head = True
     lends_taps = equal_rows = equal_count = False
     total_norm = None
 

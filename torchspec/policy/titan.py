@@ -205,8 +205,7 @@ def empty_policy(
     part: PolicyPart | None = None,
 ) -> Policy:
     """A policy, or the ``part`` of it that this rank holds, whose weights are uninitialised memory; the global
-    generators
-    are not touched."""
+    generators are not touched."""
     with torch.device("meta"):  # torch's own layers would draw their initial values from the global generator
         decoder = decoder_config(shape).build()
     hf_shapes = {hf_name(name): tuple(p.shape) for name, p in decoder.named_parameters()}
