@@ -411,14 +411,12 @@ class Learner:
         if self.tap_ids and "draft" not in state:
             raise RunError(
                 "The checkpoint has no draft: its run had draft.enabled = false. Resume with --draft.no-enabled, or "
-                "start a new run"
-                " from its policy/ folder (policy.path)."
+                "start a new run from its policy/ folder (policy.path)."
             )
         if self.reference is not None and "reference" not in state:
             raise RunError(
                 "The checkpoint has no reference policy: its run had rl.kl_coef = 0. Resume with --rl.kl-coef 0, or "
-                "start a new run"
-                " from its policy/ folder (policy.path)."
+                "start a new run from its policy/ folder (policy.path)."
             )
         _copy_weights(self.policy, state["policy"])
         self.policy_optimizer.load_state_dict(state["policy_optimizer"])
@@ -435,8 +433,7 @@ def _copy_weights(policy: Any, weights: dict[str, Tensor]) -> None:
             found = list(weights[name].shape) if name in weights else "missing"
             raise RunError(
                 f"The checkpoint is of another policy: {name} is {found} there and {list(p.shape)} here. Resume with "
-                "the [policy]"
-                " table that the run was started with."
+                "the [policy] table that the run was started with."
             )
         p.copy_(slice_for(weights[name], p))
 

@@ -65,8 +65,7 @@ def waiting(what: str) -> Iterator[None]:
         )
         raise RunError(
             f"Rank {dist.get_rank()} waited {time.monotonic() - start:.1f} s to {what}: {cause}. The first error of "
-            "the other "
-            "ranks (error.log, error-rankN.log) tells why."
+            "the other ranks (error.log, error-rankN.log) tells why."
         ) from error
 
 
@@ -116,8 +115,7 @@ class Ranks:
         if self.world % (cp_size * pp_size):
             raise ConfigError(
                 f"parallelism.context_parallel_degree = {cp_size} times pipeline.ranks = {pp_size} must divide the "
-                "number of "
-                f"ranks, {self.world}; start them with torchrun --nproc-per-node."
+                f"number of ranks, {self.world}; start them with torchrun --nproc-per-node."
             )
         self.cp_size, self.pp_size = cp_size, pp_size
         self.num_replicas = self.world // pp_size

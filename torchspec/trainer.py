@@ -257,19 +257,16 @@ class CoTrainer:
             self.save()
             self.export()
             raise Interrupted(
-                f"Stopped by {self.stop.signal or 'another rank'} after step {self.step} of {config.train.steps}; "
-                "its state is saved. "
-                "Go on with --checkpoint.resume:"
+                f"Stopped by {self.stop.signal or 'another rank'} after step {self.step} of {config.train.steps}; its "
+                "state is saved. Go on with --checkpoint.resume:"
             ) from error
         self.save()
         if self.skipped_in_a_row:
             raise RunError(
                 f"The last {self.skipped_in_a_row} of {config.train.steps} steps were skipped for NaN or Inf, so "
-                "nothing is "
-                "exported: policy/ and draft/ are those of the start. Checkpoints: steps "
-                f"{checkpoint.complete_steps(self.output_dir / 'checkpoints')}; `torchspec export --step N` writes "
-                "one of "
-                "them. Try a lower policy.optimizer.lr or draft.optimizer.lr."
+                "nothing is exported: policy/ and draft/ are those of the start. Checkpoints: steps "
+                f"{checkpoint.complete_steps(self.output_dir / 'checkpoints')}; `torchspec export --step N` writes one "
+                "of them. Try a lower policy.optimizer.lr or draft.optimizer.lr."
             )
         self.export()
 
@@ -377,9 +374,8 @@ class CoTrainer:
         if self.skipped_in_a_row > self.config.train.max_skipped_steps:
             raise RunError(
                 f"{self.skipped_in_a_row} steps in a row gave NaN or Inf in a loss or gradient "
-                "(train.max_skipped_steps = "
-                f"{self.config.train.max_skipped_steps}). The last finite weights are in the checkpoints; try a lower "
-                "policy.optimizer.lr or draft.optimizer.lr."
+                f"(train.max_skipped_steps = {self.config.train.max_skipped_steps}). The last finite weights are in "
+                "the checkpoints; try a lower policy.optimizer.lr or draft.optimizer.lr."
             )
         return result.metrics | {"skipped/steps": self.skipped_steps}
 

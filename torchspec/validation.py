@@ -95,8 +95,7 @@ ABOVE_ZERO = (
 )
 FP32_ON_GPU = (
     "train.compute_dtype = 'float32' on a GPU: flash attention there serves bfloat16; set train.compute_dtype to "
-    "'bfloat16' or"
-    " 'auto' (the master weights stay float32), or device to 'cpu'."
+    "'bfloat16' or 'auto' (the master weights stay float32), or device to 'cpu'."
 )
 SHARES = ("environment.max_failed_share", "policy.optimizer.min_lr_ratio", "draft.optimizer.min_lr_ratio")
 
@@ -401,9 +400,8 @@ def _process(config: Config) -> Iterator[str]:
             else f"parallelism.context_parallel_degree = {degree}"
         )
         yield (
-            f"{product} does not divide the {world} rank(s) of this run; start them with `torchrun --nproc-per-node "
-            "N --module"
-            " torchspec.train train CONFIG.toml`."
+            f"{product} does not divide the {world} rank(s) of this run; start them with `torchrun --nproc-per-node N "
+            "--module torchspec.train train CONFIG.toml`."
         )
     if config.parallelism.shard and stages > 1:
         yield (
@@ -421,9 +419,8 @@ def _process(config: Config) -> Iterator[str]:
     if world > 1 and 0 < timeout < rollout:
         yield (
             f"parallelism.timeout_s = {timeout} is less than rollout.deadline_s = {rollout}: ranks that have sampled "
-            "their share"
-            " wait for the slowest one, and would give up while it is still in time; raise the first or lower the "
-            "second."
+            "their share wait for the slowest one, and would give up while it is still in time; raise the first or "
+            "lower the second."
         )
     if config.rl.prompts_per_step < world:
         yield (
@@ -446,14 +443,13 @@ def _pipeline(config: Config) -> Iterator[str]:
     elif draft.enabled and draft.stage not in (-1, num_stages - 1) and draft.schedule == "inline":
         yield (
             f"draft.stage = {draft.stage} with draft.schedule = 'inline': the teacher's rows come from stage "
-            f"{num_stages - 1},"
-            " after this stage's forward; use draft.schedule = 'deferred', or draft.stage = -1."
+            f"{num_stages - 1}, after this stage's forward; use draft.schedule = 'deferred', or draft.stage = -1."
         )
     if config.policy.activation_checkpoint and pipeline.schedule in SPLIT_BACKWARD:
         yield (
             f"policy.activation_checkpoint = true with pipeline.schedule = '{pipeline.schedule}': its backward comes "
-            "in two parts,"
-            " and each would run the layers again; use 1F1B, Interleaved1F1B, GPipe or LoopedBFS, or no recomputation."
+            "in two parts, and each would run the layers again; use 1F1B, Interleaved1F1B, GPipe or LoopedBFS, or no "
+            "recomputation."
         )
     layers = list(pipeline.layers)
     if layers and (len(layers) != num_stages or min(layers) < 1):

@@ -190,9 +190,8 @@ def save_policy(
             )
     except (OSError, SafetensorError) as error:
         raise RunError(
-            f"The policy could not be saved to {folder}: {error}. What was there before is untouched; free "
-            "some space or "
-            "choose another folder, and save again."
+            f"The policy could not be saved to {folder}: {error}. What was there before is untouched; free some space "
+            "or choose another folder, and save again."
         ) from error
 
 

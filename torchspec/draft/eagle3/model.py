@@ -246,9 +246,8 @@ class Eagle3Draft(Draft):
             return
         if token_counts_V is None or tuple(token_counts_V.shape) != expected[:1]:
             raise ConfigError(
-                f"draft.vocab_size is {self.shape.draft_vocab_size} of {expected[0]} tokens, so "
-                "token counts of that length "
-                "from sample data are needed to choose them; none of that shape were given."
+                f"draft.vocab_size is {self.shape.draft_vocab_size} of {expected[0]} tokens, so token counts of that "
+                "length from sample data are needed to choose them; none of that shape were given."
             )
         order_V = torch.argsort(token_counts_V.to(self.d2t.device), descending=True, stable=True)
         targets_Vd = order_V[: self.shape.draft_vocab_size].sort().values

@@ -57,17 +57,15 @@ class Eagle3Shape:
                 raise ConfigError(f"The draft's {name} is {getattr(self, name)}; it must be at least 1.")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
-                f"The draft's num_kv_heads ({self.num_kv_heads}) does not divide its num_heads "
-                f"({self.num_heads}); "
-                "set draft.num_heads and draft.num_kv_heads together."
+                f"The draft's num_kv_heads ({self.num_kv_heads}) does not divide its num_heads ({self.num_heads}); set "
+                "draft.num_heads and draft.num_kv_heads together."
             )
         if self.hidden_size % self.num_heads:
             # transformers' LlamaConfig, which vLLM parses the draft with, refuses this whatever head_dim
             # says.
             raise ConfigError(
-                f"The draft's num_heads ({self.num_heads}) does not divide the hidden size "
-                f"({self.hidden_size}), and no "
-                "server could load such a draft; set draft.num_heads (and draft.num_kv_heads) to a divisor."
+                f"The draft's num_heads ({self.num_heads}) does not divide the hidden size ({self.hidden_size}), and "
+                "no server could load such a draft; set draft.num_heads (and draft.num_kv_heads) to a divisor."
             )
         if self.head_dim % 2:
             raise ConfigError(f"The draft's head_dim is {self.head_dim}; rotary embedding needs an even one.")
