@@ -52,7 +52,7 @@ class DraftConfig:
     use_dropped_groups: bool = True
     """Let the draft learn from groups whose advantage is zero (the policy drops them; this costs a forward pass)."""
     every: int = 1
-    """Train the draft on every N-th step; its served weights are refitted on those steps."""
+    """Train the draft on every N-th step; its served weights change on those steps."""
     extra_steps: int = 0
     """Further draft-only optimizer steps on this rollout's stored taps after the joint one."""
     stage: int = -1
